@@ -1,0 +1,300 @@
+package stint
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/http/httptrace"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"time"
+)
+
+// HeaderRetryCount is 1, 2 … on retries and absent on the first attempt: the
+// server sees the retry rate that its clients cause.
+const HeaderRetryCount = "X-Retry-Count"
+
+// A result is what became of one attempt.
+type result struct {
+	resp    *http.Response
+	err     error
+	verdict verdict
+	reason  Reason // where the verdict is terminal: the deadline or the caller's leaving, "" for neither
+	cut     bool   // AttemptTimeout ended it
+	skewed  bool   // a 504 for the deadline from a host whose clock is ahead: the rest of what it says is void
+}
+
+// over reports whether nothing is left to decide.
+func (r *result) over() bool { return r.verdict == done || r.verdict == terminal }
+
+// send makes one attempt. The request it hands to the base is a copy with a
+// header map of its own; the caller's stays as it is, whatever the base does.
+func (c *call) send(body io.ReadCloser) result {
+	sent := c.start
+	if c.attempts > 0 {
+		sent = time.Now()
+	}
+	c.attempts++
+
+	ctx := c.bound
+	stop := func() {}
+	if c.over.AttemptTimeout > 0 {
+		var cancel context.CancelCauseFunc
+		ctx, cancel = context.WithCancelCause(ctx)
+		c.cancelAttempt = func() { cancel(context.Canceled) }
+		// The timer ends with the headers, so that it does not cut the body: a
+		// context with a timeout would.
+		timer := time.AfterFunc(c.over.AttemptTimeout, func() { cancel(causeAttemptTimeout) })
+		defer timer.Stop() // a base may panic
+		stop = func() {
+			if !timer.Stop() {
+				cancel(causeAttemptTimeout) // it is about to: the attempt must not look whole
+			}
+		}
+	}
+	var trace *wireTrace
+	if c.traced {
+		trace = new(wireTrace)
+		ctx = trace.attach(ctx)
+	}
+	out := c.req.WithContext(ctx)
+	out.Header = c.header(sent)
+	c.setBody(out, body)
+
+	if c.attempts == 1 {
+		c.peer.budget.request(sent)
+	}
+	c.peer.metrics.sent(sent, c.attempts)
+	if c.t.cfg.Hook != nil {
+		c.emit(Event{Kind: EventAttemptSent, Remaining: c.remaining(sent)})
+	}
+
+	resp, err := c.t.base.RoundTrip(out)
+
+	stop()
+	ended := time.Now()
+	resp, err = mend(resp, err, out)
+	r := result{resp: resp, err: err, cut: context.Cause(ctx) == causeAttemptTimeout}
+	if r.cut && resp != nil {
+		// The headers came as the timer fired: the body would end in an error.
+		resp.Body.Close()
+		r.resp = nil
+	}
+	c.judge(&r, ended, trace)
+	c.learn(&r, ended, ended.Sub(sent))
+	if trace != nil {
+		c.peer.metrics.resent(int(trace.resends.Load()))
+	}
+	if c.t.cfg.Hook != nil {
+		c.emit(Event{Kind: EventAttemptDone, Remaining: c.remaining(ended), Took: ended.Sub(sent), Status: r.status(), Err: r.err})
+	}
+	return r
+}
+
+// mend makes up for a base that breaks its contract, so that nothing behind it
+// has to ask.
+func mend(resp *http.Response, err error, sent *http.Request) (*http.Response, error) {
+	switch {
+	case resp == nil && err == nil:
+		return nil, errors.New("stint: base RoundTripper returned neither a response nor an error")
+	case resp != nil && err != nil:
+		if resp.Body != nil {
+			resp.Body.Close()
+		}
+		return nil, err
+	case resp != nil:
+		if resp.Body == nil {
+			resp.Body = http.NoBody
+		}
+		if resp.Header == nil {
+			resp.Header = make(http.Header)
+		}
+		if resp.Request == nil {
+			resp.Request = sent // redirects need it
+		}
+	}
+	return resp, err
+}
+
+// header returns the header of this attempt.
+func (c *call) header(sent time.Time) http.Header {
+	h := c.req.Header.Clone()
+	if h == nil {
+		h = make(http.Header, 4)
+	}
+	for k := range h {
+		if isFleetHeader(k) {
+			delete(h, k) // in any spelling: two would both be sent
+		}
+	}
+	c.key.apply(h, c.req.Method, c.t.std)
+	if c.foreign {
+		return h
+	}
+	if c.wire {
+		h[HeaderDeadline] = []string{strconv.FormatInt(c.wireMS, 10)}
+		// By the monotonic clock, and taken anew for each attempt: a peer that
+		// gets a retry must not think it has the time of the first.
+		h[HeaderTimeout] = []string{strconv.FormatInt(c.sendBy.Sub(sent).Milliseconds(), 10)}
+	}
+	if c.attempts > 1 {
+		h[HeaderRetryCount] = []string{strconv.Itoa(c.attempts - 1)}
+	}
+	return h
+}
+
+// isFleetHeader reports whether the header is one that only we set, and that a
+// request from outside, or a proxy's copy of one, must not bring along.
+func isFleetHeader(k string) bool {
+	switch len(k) {
+	case len(HeaderDeadline):
+		return strings.EqualFold(k, HeaderDeadline)
+	case len(HeaderTimeout):
+		return strings.EqualFold(k, HeaderTimeout)
+	case len(HeaderRetryCount):
+		return strings.EqualFold(k, HeaderRetryCount)
+	}
+	return false
+}
+
+// setBody gives the attempt its body, guarded where another attempt may follow.
+func (c *call) setBody(out *http.Request, body io.ReadCloser) {
+	out.Body = body
+	c.bodies = nil
+	if body == nil || body == http.NoBody || c.over.MaxAttempts == 1 || !replayable(c.req) {
+		return
+	}
+	bodies := new(requestBodies)
+	c.bodies = bodies
+	out.Body = bodies.add(body)
+	// net/http rewinds by itself where nothing was written or an HTTP/2 peer
+	// refused the stream. Without GetBody those requests would fail.
+	out.GetBody = func() (io.ReadCloser, error) {
+		fresh, err := c.req.GetBody()
+		if err != nil {
+			return nil, err
+		}
+		return bodies.add(fresh), nil
+	}
+}
+
+// judge decides what the attempt's result means.
+func (c *call) judge(r *result, now time.Time, trace *wireTrace) {
+	left := c.ctx.Err() // whether the caller has ended it, only the caller's context can tell
+	late := c.bounded && !now.Before(c.sendBy)
+	if r.resp != nil {
+		r.verdict = classifyResponse(r.resp, c.t.transient, c.foreign)
+		// Without a deadline of ours on the wire, theirs is none of our business.
+		expired := c.wire && r.resp.StatusCode == http.StatusGatewayTimeout && len(r.resp.Header[HeaderDeadlineExpired]) > 0
+		switch {
+		case expired && c.sendBy.Sub(now) > max(minSkew, c.over.Reserve):
+			// Time is left by our clock: theirs is ahead. What such a host says
+			// of retries is void, or one wrong clock among several hosts would
+			// be a black hole.
+			r.skewed = true
+			c.peer.metrics.skewed()
+		case expired:
+			r.verdict, r.reason = terminal, ReasonDeadline
+		case r.verdict == done:
+		case late, left == context.DeadlineExceeded:
+			r.verdict, r.reason = terminal, ReasonDeadline
+		case left != nil:
+			r.verdict, r.reason = terminal, ReasonCanceled
+		}
+		return
+	}
+	switch {
+	case left == context.Canceled:
+		r.verdict, r.reason = terminal, ReasonCanceled
+		if !errors.Is(r.err, left) && !errors.Is(r.err, context.Cause(c.ctx)) {
+			r.err = c.error(ReasonCanceled, join(contextError(c.ctx), r.err))
+		}
+	case left != nil, late:
+		r.verdict, r.reason = terminal, ReasonDeadline
+		r.err = c.error(ReasonDeadline, join(context.DeadlineExceeded, r.err))
+	case c.legacyCanceled():
+		r.verdict, r.reason = terminal, ReasonCanceled
+	case c.bodies.failed() != nil:
+		r.verdict = terminal // the caller's own body failed, not the peer
+	default:
+		r.verdict = classifyError(r.err, trace.unsent(r.cut))
+		if r.cut {
+			r.err = &cutError{r.err}
+		}
+	}
+}
+
+// minSkew is the least difference that is taken for a wrong clock and not for a
+// timer that was early.
+const minSkew = 10 * time.Millisecond
+
+// learn tells the budget, the histogram and nobody else what the attempt showed.
+func (c *call) learn(r *result, now time.Time, took time.Duration) {
+	c.latency.ended(now, r.cut)
+	switch {
+	case r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode):
+		c.peer.budget.success(now)
+		c.latency.record(now, took)
+	case r.verdict == done:
+		// An answer that RetryStatus does not retry, but which says that the
+		// peer is in trouble: no credit, and no proof of speed.
+		c.recordIfSlow(now, took)
+	case r.resp == nil && (r.cut || r.reason == ReasonDeadline):
+		c.latency.record(now, took) // it takes at least this long
+	default:
+		c.recordIfSlow(now, took)
+	}
+}
+
+// recordIfSlow records a failure that took longer than the peer's good answers
+// do. A quick one says nothing: a broken peer would look fast.
+func (c *call) recordIfSlow(now time.Time, took time.Duration) {
+	usual, samples := c.latency.quantile(now, c.t.cfg.Admission.Quantile)
+	if samples >= c.t.cfg.Admission.MinSamples && took > usual {
+		c.latency.record(now, took)
+	}
+}
+
+func (r *result) status() int {
+	if r.resp == nil {
+		return 0
+	}
+	return r.resp.StatusCode
+}
+
+// failure returns what went wrong, as an error.
+func (r *result) failure() error {
+	if r.resp != nil {
+		return statusError(r.resp.StatusCode)
+	}
+	return r.err
+}
+
+// A wireTrace sees whether anything of an attempt was written. Its hooks may run
+// on other goroutines.
+type wireTrace struct {
+	asked, got, wrote atomic.Bool
+	resends           atomic.Int32 // connections that net/http took after it had written
+}
+
+func (w *wireTrace) attach(ctx context.Context) context.Context {
+	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
+		GetConn: func(string) { w.asked.Store(true) },
+		GotConn: func(httptrace.GotConnInfo) {
+			w.got.Store(true)
+			if w.wrote.Load() {
+				w.resends.Add(1)
+			}
+		},
+		WroteHeaders: func() { w.wrote.Store(true) },
+	})
+}
+
+// unsent reports whether nothing of the attempt can have reached the peer. A base
+// that does not call the hooks proves nothing. Nor does an attempt that was cut
+// off with a connection in hand: its writer may still be running.
+func (w *wireTrace) unsent(cut bool) bool {
+	return w != nil && w.asked.Load() && !w.wrote.Load() && !(w.got.Load() && cut)
+}

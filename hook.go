@@ -1,0 +1,66 @@
+package stint
+
+import "time"
+
+// Reason says why a request was refused or why no (further) retry of it was
+// made. The set is closed: the values below are also the only values of the
+// metric label "reason".
+type Reason string
+
+// Client side, in the order in which they are asked: the first "no" is the
+// reason.
+const (
+	ReasonAttempts      Reason = "attempts"       // MaxAttempts is used up
+	ReasonNotReplayable Reason = "not_replayable" // the body cannot be sent again
+	ReasonNotIdempotent Reason = "not_idempotent" // repeating it might execute it twice
+	ReasonToldNotTo     Reason = "told_not_to"    // the answer says X-Should-Retry: false, or a form of it
+	ReasonRetryAfter    Reason = "retry_after"    // the peer asks for a longer wait than Backoff.MaxRetryAfter
+	ReasonDeadline      Reason = "deadline"       // no retry could end before the deadline, or it has passed
+	ReasonSlow          Reason = "slow"           // most attempts are cut off by AttemptTimeout
+	ReasonBudget        Reason = "budget"         // the retries of this window are spent
+	ReasonTurn          Reason = "turn"           // the next free turn is too far away
+	ReasonHeld          Reason = "held"           // too many answers of this peer are held open by waiting retries
+	ReasonCanceled      Reason = "canceled"       // the caller has gone
+)
+
+// Server side.
+const (
+	ReasonExpired Reason = "expired" // the deadline had passed on arrival: 504
+	ReasonInvalid Reason = "invalid" // the deadline header is unusable and RejectInvalid is set: 400
+)
+
+// EventKind tells what an Event reports.
+type EventKind string
+
+// What a Transport reports, in the order of one request.
+const (
+	EventAttemptSent EventKind = "attempt_sent" // Peer, DeadlineMS, Remaining, Attempt
+	EventAttemptDone EventKind = "attempt_done" // and Took, Status or Err
+	EventRetry       EventKind = "retry"        // Wait: how long until the retry is sent; Attempt: the one that failed
+	EventRefused     EventKind = "refused"      // Reason: why no (further) attempt is made
+	EventDone        EventKind = "done"         // Attempt: how many were sent; Took: all of it; Status or Err
+)
+
+// What a Middleware reports.
+const (
+	EventArrived EventKind = "arrived" // Service, DeadlineMS, Remaining, Attempt: 1 and the caller's X-Retry-Count
+	EventExpired EventKind = "expired" // the deadline had passed on arrival, or passed before the handler had answered
+	EventServed  EventKind = "served"  // Status, Took
+)
+
+// An Event is one step of a request, handed to Config.Hook or
+// MiddlewareConfig.Hook by value. Which fields are set depends on Kind; the
+// comment at each kind names them.
+type Event struct {
+	Kind       EventKind
+	Reason     Reason        // EventRefused, EventDone: see Reason
+	Peer       string        // client side: the budget's key
+	Service    string        // server side: MiddlewareConfig.Service
+	DeadlineMS int64         // the deadline in force, Unix milliseconds; client side: as sent; 0: none
+	Remaining  time.Duration // until the deadline; 0 without one
+	Wait       time.Duration // EventRetry: backoff, Retry-After and the wait for a turn so far as known
+	Took       time.Duration
+	Attempt    int // counts from 1
+	Status     int // 0: no answer
+	Err        error
+}

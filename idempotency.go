@@ -1,0 +1,237 @@
+package stint
+
+import (
+	"net/http"
+	"net/url"
+	"strings"
+
+	"github.com/google/uuid"
+)
+
+// HeaderIdempotencyKey names the operation that a request asks for; it is the
+// same on all attempts of one request.
+const HeaderIdempotencyKey = "Idempotency-Key"
+
+// headerXIdempotencyKey is the other spelling that callers use. net/http treats
+// both alike.
+const headerXIdempotencyKey = "X-Idempotency-Key"
+
+// maxKey is the longest key accepted, in bytes. Stripe and the servers that
+// follow it draw the line there.
+const maxKey = 255
+
+// A KeyPolicy says whether stint makes idempotency keys, and what one that it
+// made permits. A key that the caller set is the caller's promise and always
+// permits repeating the request. The zero value is KeysAuto in a Config and
+// inherits in an Override.
+type KeyPolicy int
+
+const (
+	// KeysAuto gives POST and PATCH a key. The key names the operation and does
+	// not permit repeating it: a server that ignores it would execute twice. So
+	// the request is retried only where the peer cannot have begun: nothing was
+	// written, 421, 425, X-Should-Retry: true; or where this very answer echoes
+	// the key, which is how a server says that it dedupes.
+	KeysAuto KeyPolicy = iota + 1
+	// KeysHonoured is KeysAuto for peers that dedupe: the key permits all that
+	// is retried for idempotent methods.
+	KeysHonoured
+	// KeysOff makes no keys.
+	KeysOff
+)
+
+func (p KeyPolicy) valid() bool { return p >= 0 && p <= KeysOff }
+
+// validKey reports whether s can be sent as a key: 1 to 255 visible ASCII
+// characters.
+func validKey(s string) bool {
+	if s == "" || len(s) > maxKey {
+		return false
+	}
+	for i := range len(s) {
+		if s[i] <= ' ' || s[i] > '~' {
+			return false
+		}
+	}
+	return true
+}
+
+// redacted stands for a key in messages: whoever has a key may be able to fetch
+// the answer that is stored under it.
+func redacted(key string) string {
+	if key == "" {
+		return ""
+	}
+	return "(not shown)"
+}
+
+// A requestKey is what one request has for an idempotency key.
+type requestKey struct {
+	value    string // as sent; "" for none
+	injected bool   // we made it, now or on the hop before
+	override bool   // it came from Override.IdempotencyKey
+	promise  bool   // the caller's: repeating the request is allowed
+}
+
+// chooseKey decides on the key of a request. It does not change the request.
+func chooseKey(req *http.Request, override string, policy KeyPolicy, foreign bool) requestKey {
+	if override != "" && !safeHop(req) {
+		return requestKey{value: override, override: true, promise: true}
+	}
+	if value, found := callersKey(req.Header); found {
+		return requestKey{value: value, promise: true}
+	}
+	if policy == KeysOff || foreign || (req.Method != http.MethodPost && req.Method != http.MethodPatch) {
+		return requestKey{}
+	}
+	if value := previousKey(req); value != "" {
+		return requestKey{value: value, injected: true}
+	}
+	return requestKey{value: uuid.NewString(), injected: true}
+}
+
+// safeHop reports whether req is the GET or HEAD that follows a redirect: the
+// operation that the key names is done.
+func safeHop(req *http.Request) bool {
+	return req.Response != nil && (req.Method == http.MethodGet || req.Method == http.MethodHead || req.Method == "")
+}
+
+// previousKey returns the key that we made for the hop before a 307 or 308. It
+// stands in the request that we sent, not in the caller's.
+func previousKey(req *http.Request) string {
+	if req.Response == nil || req.Response.Request == nil {
+		return ""
+	}
+	prev := req.Response.Request
+	if prev.URL == nil || prev.Method != req.Method || !sameHost(prev.URL, req.URL) {
+		return ""
+	}
+	if lines := prev.Header[unreplayed(HeaderIdempotencyKey)]; len(lines) == 1 {
+		return lines[0]
+	}
+	return ""
+}
+
+// sameHost compares as net/http does when it decides which headers to copy to a
+// redirect: without the port.
+func sameHost(a, b *url.URL) bool { return strings.EqualFold(a.Hostname(), b.Hostname()) }
+
+// leftFirstHost reports whether req is a redirect's hop to another host than
+// the one that the caller named.
+func leftFirstHost(req *http.Request) bool {
+	first := req
+	for range 100 { // http.Client stops after 10; a loop in hand-made requests must end too
+		if first.Response == nil || first.Response.Request == nil {
+			break
+		}
+		first = first.Response.Request
+	}
+	return first != req && (first.URL == nil || !sameHost(first.URL, req.URL))
+}
+
+// callersKey looks for a key in any spelling. An entry with no lines is the
+// caller's way to say "idempotent, send nothing".
+func callersKey(h http.Header) (value string, found bool) {
+	for k, lines := range h {
+		if !isKeyHeader(k) {
+			continue
+		}
+		found = true
+		// The canonical spelling wins, so that the outcome does not depend on
+		// the order of a map.
+		if len(lines) > 0 && (value == "" || k == HeaderIdempotencyKey) {
+			value = lines[0]
+		}
+	}
+	return value, found
+}
+
+func isKeyHeader(k string) bool {
+	switch len(k) {
+	case len(HeaderIdempotencyKey):
+		return strings.EqualFold(k, HeaderIdempotencyKey)
+	case len(headerXIdempotencyKey):
+		return strings.EqualFold(k, headerXIdempotencyKey)
+	}
+	return false
+}
+
+// unreplayed returns the spelling of a header under which net/http sends it and
+// does not act on it. [http.Transport] resends a POST whose kept-alive
+// connection dies if the map has a canonical Idempotency-Key or
+// X-Idempotency-Key, even an empty one, and nobody counts that attempt.
+func unreplayed(name string) string { return strings.ToLower(name) }
+
+// apply sets the key in the header of an attempt, a copy of the caller's. std
+// says that the base is an *http.Transport; other bases may look a caller's key
+// up and get it as the caller wrote it.
+func (k requestKey) apply(h http.Header, method string, std bool) {
+	switch {
+	case k.injected, k.override:
+		deleteKeys(h)
+		h[unreplayed(HeaderIdempotencyKey)] = []string{k.value}
+	case k.promise:
+		collapse(h, HeaderIdempotencyKey, std && !idempotent(method))
+		collapse(h, headerXIdempotencyKey, std && !idempotent(method))
+	}
+}
+
+func deleteKeys(h http.Header) {
+	for k := range h {
+		if isKeyHeader(k) {
+			delete(h, k)
+		}
+	}
+}
+
+// collapse leaves one entry of the header name, or none if all are empty: of
+// two spellings, both would be sent, and on HTTP/2 in random order.
+func collapse(h http.Header, name string, rename bool) {
+	var kept string
+	var lines []string
+	for k, v := range h {
+		if len(k) != len(name) || !strings.EqualFold(k, name) {
+			continue
+		}
+		if len(v) > 0 && (lines == nil || k == name || (kept != name && k < kept)) {
+			kept, lines = k, v
+		}
+		delete(h, k)
+	}
+	if lines == nil {
+		return
+	}
+	if rename {
+		kept = unreplayed(name)
+	}
+	h[kept] = lines
+}
+
+// permits reports whether the request may be repeated although the peer may
+// have executed it.
+func (k requestKey) permits(policy KeyPolicy, resp *http.Response) bool {
+	switch {
+	case k.promise:
+		return true
+	case !k.injected:
+		return false
+	case policy == KeysHonoured:
+		return true
+	}
+	return resp != nil && resp.Header.Get(HeaderIdempotencyKey) == k.value
+}
+
+// idempotent reports whether a method is idempotent by its definition (RFC 9110
+// section 9.2.2).
+func idempotent(method string) bool {
+	switch method {
+	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodPut, http.MethodDelete:
+		return true
+	}
+	return false
+}
+
+// replayable reports whether the body can be sent again.
+func replayable(req *http.Request) bool {
+	return req.Body == nil || req.Body == http.NoBody || req.GetBody != nil
+}
