@@ -3,6 +3,7 @@ package stint
 import (
 	"math"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -25,9 +26,12 @@ const (
 
 // Limits of what is read from the wire.
 const (
-	maxMembers = 4                // values over all lines of one header
-	maxDigits  = 19               // of MaxInt64
-	grossSkew  = 60 * time.Second // beyond it one of the two clocks is broken (userver uses the same)
+	maxMembers = 4  // values over all lines of one header
+	maxDigits  = 19 // of MaxInt64
+	// maxCompanion bounds the companion before it becomes a duration, in
+	// milliseconds: ten years, far above any limit.
+	maxCompanion = int64(10 * 365 * 24 * time.Hour / time.Millisecond)
+	grossSkew    = 60 * time.Second // beyond it one of the two clocks is broken (userver uses the same)
 	// proxiedMax bounds a deadline taken from the headers of an outgoing
 	// request, where no middleware has clamped it.
 	proxiedMax = DefaultMaxTimeout
@@ -89,9 +93,10 @@ type deadline struct {
 }
 
 // onWire returns the number to send for an outgoing limit at x: lower than d.ms
-// by what lies between, rounded so that it never promises more.
+// by what lies between, rounded so that it never promises more, and never above
+// d.ms, wherever x lies.
 func (d *deadline) onWire(x time.Time) int64 {
-	return max(0, d.ms-ceilMillis(d.e0.Sub(x)))
+	return max(0, d.ms-max(0, ceilMillis(d.e0.Sub(x))))
 }
 
 // readDeadline reads the deadline header and its companion. now is the arrival
@@ -103,51 +108,57 @@ func (d *deadline) onWire(x time.Time) int64 {
 // The absolute value charges transit and queueing, the companion survives a
 // clock that is off; the earlier of the two counts. tolerance lets the absolute
 // value pass by that much when the companion says there is time, and does
-// nothing alone. research: a deadline that only tolerates lets every request
-// overrun its caller by the tolerance.
+// nothing alone: every request would overrun its caller by it.
 func readDeadline(h http.Header, now, wall time.Time, limit, tolerance time.Duration) (d *deadline, state headerState, gross bool) {
 	ms, n, state := parseMillis(headerLines(h, HeaderDeadline))
 	if !state.usable() {
 		return nil, state, false
 	}
-	// Clamp before any arithmetic: MaxInt64 milliseconds must not wrap.
-	latest := wallMillis(now.Add(limit), now, wall)
+	// Before the clamp, which would hide what the number was.
 	if n == 1 && unitSuspect(ms, wall.UnixMilli()) {
 		state = stateUnitSuspect
 	}
-	ms = min(ms, latest)
-	d = &deadline{ms: ms, e0: instant(ms, now, wall)}
+	// Sub saturates at 292 years, so MaxInt64 milliseconds do not wrap.
+	until := time.UnixMilli(ms).Sub(wall)
 	left, _, companion := parseMillis(headerLines(h, HeaderTimeout))
 	switch {
 	case companion.usable():
-		left = min(left, limit.Milliseconds())
-		relative := now.Add(time.Duration(left) * time.Millisecond)
-		if skew := relative.Sub(d.e0); skew > grossSkew || skew < -grossSkew {
-			d.e0, gross = relative, true
-		} else if d.e0 = d.e0.Add(tolerance); relative.Before(d.e0) {
-			d.e0 = relative
+		relative := time.Duration(min(left, maxCompanion)) * time.Millisecond
+		if skew := relative - until; skew > grossSkew || skew < -grossSkew {
+			// The number is some other clock's, and stays: lowered to this host's
+			// idea of the limit, it would be long past to the next host if it is
+			// ours that is broken. But not by more than a day, which no clock is
+			// off by: then it is in another unit.
+			until, gross = relative, true
+			ms = min(ms, wallMillis(now.Add(limit+24*time.Hour), now, wall))
+		} else {
+			until = min(until+tolerance, relative)
+			ms = max(0, ms-ceilMillis(max(0, until-limit))) // by what the limit takes away
 		}
-	case companion != stateAbsent && state == statePresent:
-		state = stateBadCompanion
+	default:
+		if companion != stateAbsent && state == statePresent {
+			state = stateBadCompanion
+		}
+		ms = min(ms, wallMillis(now.Add(limit), now, wall))
 	}
+	// Converted once, and with a monotonic reading: the instant does not move
+	// when the clock is stepped, and no context derived from it can come to end
+	// after its parent.
+	d = &deadline{ms: ms, e0: now.Add(min(until, limit))}
 	d.e = d.e0
 	return d, state, gross
 }
 
 // headerLines returns the lines of a header whose name is given in canonical
 // form. Other spellings can stand in the map of a request that did not come
-// through net/http's server.
+// through net/http's server; their lines follow in no particular order.
 func headerLines(h http.Header, name string) []string {
-	lines, ok := h[name]
+	lines := h[name]
 	for k, v := range h {
 		if len(k) == len(name) && k != name && strings.EqualFold(k, name) {
 			// Never append to lines: its backing array is the caller's.
-			lines = append(append([]string(nil), lines...), v...)
-			ok = true
+			lines = slices.Concat(lines, v)
 		}
-	}
-	if ok && lines == nil {
-		return nil // an empty list is sent as nothing
 	}
 	return lines
 }
@@ -174,7 +185,7 @@ func parseMillis(lines []string) (ms int64, members int, state headerState) {
 			case s == statePresent && (!found || v < ms):
 				ms, found = v, true
 			case s != statePresent && state == stateEmpty:
-				state = s // the first unusable member names the reason
+				state = s // the first member that is neither usable nor empty names the reason
 			}
 		}
 	}
@@ -221,13 +232,6 @@ func unitSuspect(ms, wallMS int64) bool {
 		return false
 	}
 	return ms <= math.MaxInt64/1000 && near(ms*1000) || near(ms/1000) || near(ms/1e6)
-}
-
-// instant returns the instant of a wall-clock number, with a monotonic reading:
-// converted once, it does not move when the clock is stepped, and a deadline
-// derived from it cannot come to lie behind its parent's.
-func instant(ms int64, now, wall time.Time) time.Time {
-	return now.Add(time.UnixMilli(ms).Sub(wall))
 }
 
 // wallMillis returns t as Unix milliseconds, rounded down.

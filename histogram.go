@@ -356,11 +356,10 @@ func (c *classes) get(name string) *histogram {
 		c.unnamed.Store(h)
 		return h
 	default:
-		// A copy: others may be reading the old list. The name too, as it can
-		// be a piece of a long URL that would be kept alive with it.
-		named := make([]class, len(next.named), len(next.named)+1)
-		copy(named, next.named)
-		next.named = append(named, class{strings.Clone(name), h})
+		// Readers of the old list, which ends before, see nothing of this. The
+		// name is a copy, as it can be a piece of a long URL that would be kept
+		// alive with it.
+		next.named = append(next.named, class{strings.Clone(name), h})
 	}
 	c.set.Store(&next)
 	return h

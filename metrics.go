@@ -597,11 +597,11 @@ func (p *peerMetrics) badHeader(s headerState) {
 // Indexes of serviceMetrics.codes: code - minCode for what HTTP calls a status
 // code, and two more.
 const (
-	minCode      = 100
-	maxCode      = 599
+	minCode       = 100
+	maxCode       = 599
 	indexHijacked = maxCode - minCode + 1
 	indexOther    = indexHijacked + 1
-	codeCount    = indexOther + 1
+	codeCount     = indexOther + 1
 )
 
 // serviceMetrics are the series of one service. A nil one counts nothing. They

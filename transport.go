@@ -378,14 +378,11 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 	// Behind the middleware a header in the request is a copy of what arrived,
 	// or somebody on the way has lowered it. It can only shorten.
 	if ms, _, state := parseMillis(headerLines(c.req.Header, HeaderDeadline)); state.usable() {
-		lowered := time.Duration(min(max(0, adopted.ms-ms), maxLowered)) * time.Millisecond
+		lowered := time.Duration(min(max(0, adopted.ms-ms), maxCompanion)) * time.Millisecond
 		tighten(adopted.e0.Add(-lowered).Sub(now))
 	}
 	return adopted
 }
-
-// maxLowered bounds arithmetic on a number from the wire, in milliseconds.
-const maxLowered = int64(10 * 365 * 24 * time.Hour / time.Millisecond)
 
 func (t *Transport) wallAt(now time.Time) time.Time {
 	if t.wall == nil {
