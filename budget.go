@@ -117,25 +117,22 @@ func (b *budget) request(now time.Time) { b.requests.add(b.epoch(now)) }
 func (b *budget) success(now time.Time) { b.successes.add(b.epoch(now)) }
 
 // ask reports why a retry that is to be sent after wait would be refused; empty
-// if it would not. It charges nothing: charging before the wait breaks the
-// ceiling, because what was charged a while ago is sent now.
-func (b *budget) ask(now time.Time, wait time.Duration) Reason {
+// if it would not. Where latest is not zero, the retry has to be sent before it.
+// ask charges nothing: charging before the wait breaks the ceiling, because what
+// was charged a while ago is sent now.
+func (b *budget) ask(now time.Time, wait time.Duration, latest time.Time) Reason {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	at := now.Sub(b.origin)
 	if b.spentLocked(b.epoch(now)) {
 		return ReasonBudget
 	}
-	if b.next-at > wait+max(0, b.cfg.MaxWait) {
-		return ReasonTurn
-	}
-	return ""
+	return b.turnLocked(at+wait, latest)
 }
 
 // take takes the next free turn, and returns how long the caller has to wait
-// for it. A retry that would have to be sent after latest, where that is not
-// zero, or whose turn is too far away, is refused and charged nothing. A turn
-// that was taken is spent, whether the retry is then sent or not.
+// for it. A retry that is refused is charged nothing. A turn that was taken is
+// spent, whether the retry is then sent or not.
 func (b *budget) take(now, latest time.Time) (wait time.Duration, refused Reason) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -143,16 +140,30 @@ func (b *budget) take(now, latest time.Time) (wait time.Duration, refused Reason
 	if b.spentLocked(e) {
 		return 0, ReasonBudget
 	}
+	if refused := b.turnLocked(at, latest); refused != "" {
+		return 0, refused
+	}
 	turn := max(at, b.next)
-	if turn-at > max(0, b.cfg.MaxWait) {
-		return 0, ReasonTurn
-	}
-	if !latest.IsZero() && !b.origin.Add(turn).Before(latest) {
-		return 0, ReasonDeadline
-	}
 	b.next = turn + b.spacing(e)
 	b.retries.add(e)
 	return turn - at, ""
+}
+
+// turnLocked reports why a retry that could be sent from at on cannot have the
+// next turn.
+func (b *budget) turnLocked(at time.Duration, latest time.Time) Reason {
+	switch turn := max(at, b.next); {
+	case turn-at > max(0, b.cfg.MaxWait):
+		return ReasonTurn
+	case latest.IsZero() || b.origin.Add(turn).Before(latest):
+		return ""
+	case turn == at:
+		return ReasonDeadline // even the free turn is too late
+	default:
+		// The deadline would do; it is the others that are in front. So the
+		// budget is what refuses, and layers above must not retry on top.
+		return ReasonTurn
+	}
 }
 
 // utilisation returns the share of the window's retries that is taken, in

@@ -428,26 +428,26 @@ func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused R
 		wait = hint
 	}
 	wait += c.t.cfg.Backoff.delay(c.attempts, c.t.jitter())
-	if !c.fits(now.Add(wait)) {
+	latest := c.latest(now)
+	if !latest.IsZero() && !now.Add(wait).Before(latest) {
 		return 0, ReasonDeadline
 	}
 	if cut, of := c.latency.cutOff(now); of >= c.t.cfg.Admission.MinSamples && 2*cut > of {
 		return 0, ReasonSlow
 	}
-	if refused = c.peer.budget.ask(now, wait); refused != "" {
+	if refused = c.peer.budget.ask(now, wait, latest); refused != "" {
 		c.noteRefusal(now, refused)
 		return 0, refused
 	}
 	return wait, ""
 }
 
-// fits reports whether an attempt that starts at that time can end in time.
-func (c *call) fits(at time.Time) bool {
-	return !c.bounded || at.Before(c.latest(at))
-}
-
-// latest returns the time by which an attempt has to have started.
+// latest returns the time before which an attempt has to start so that it can end
+// in time; zero: there is no deadline.
 func (c *call) latest(now time.Time) time.Time {
+	if !c.bounded {
+		return time.Time{}
+	}
 	need := c.over.Reserve + time.Millisecond
 	if usual, samples := c.latency.quantile(now, c.t.cfg.Admission.Quantile); samples >= c.t.cfg.Admission.MinSamples {
 		need = max(need, usual)
@@ -516,11 +516,7 @@ func closeUnsent(body io.ReadCloser) {
 // wait was cut short. The turn is then spent, and no more than it.
 func (c *call) takeTurn() Reason {
 	now := time.Now()
-	var latest time.Time
-	if c.bounded {
-		latest = c.latest(now)
-	}
-	wait, refused := c.peer.budget.take(now, latest)
+	wait, refused := c.peer.budget.take(now, c.latest(now))
 	if refused != "" {
 		c.noteRefusal(now, refused)
 		return refused
@@ -533,7 +529,8 @@ func (c *call) takeTurn() Reason {
 		return ReasonCanceled
 	}
 	// The peer may have slowed down meanwhile, or the timer have been late.
-	if !c.fits(time.Now()) {
+	now = time.Now()
+	if latest := c.latest(now); !latest.IsZero() && !now.Before(latest) {
 		return ReasonDeadline
 	}
 	return ""

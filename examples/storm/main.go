@@ -1,0 +1,271 @@
+// Storm breaks the bottom of a chain of four HTTP services and measures what
+// the services above do to it: first with three plain attempts per hop, then
+// with stint. It takes about half a minute, needs nothing but Go, and talks to
+// the loopback interface alone.
+//
+//	go run ./examples/storm
+//	go run ./examples/storm -fault stall
+//	go run ./examples/storm -serve
+//
+// It prints a table, writes the curves of both runs to storm.html, and exits
+// with 1 if the chain with stint sent more than it promises.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// headroom is what the database can take, as a multiple of what users ask.
+const headroom = 2.5
+
+// serveRPS is the light load under which -serve keeps the chain.
+const serveRPS = 10
+
+type config struct {
+	fault             faultKind
+	rps               int
+	warm, hold, after time.Duration
+	out               string
+	serve             bool
+	addr              string
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // a second Ctrl-C does not wait for anything
+	err := parseAndRun(ctx, os.Args[1:], os.Stdout)
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+	case errors.As(err, new(usageError)):
+		fmt.Fprintln(os.Stderr, "storm:", err)
+		os.Exit(2)
+	case err != nil:
+		fmt.Fprintln(os.Stderr, "storm:", err)
+		os.Exit(1)
+	}
+}
+
+// A usageError is a command line that cannot be used.
+type usageError struct{ error }
+
+func parseAndRun(ctx context.Context, args []string, out io.Writer) error {
+	c, err := parse(args)
+	if err != nil {
+		return err
+	}
+	return run(ctx, c, out)
+}
+
+func parse(args []string) (config, error) {
+	c := config{fault: faultOutage}
+	flags := flag.NewFlagSet("storm", flag.ContinueOnError)
+	kinds := "how the database breaks (default outage; none goes straight to -serve):"
+	for _, k := range faultKinds[1:] {
+		kinds += fmt.Sprintf("\n%-8s %s", k, faultTexts[k])
+	}
+	flags.Func("fault", kinds, func(s string) (err error) {
+		c.fault, err = parseFault(s)
+		return err
+	})
+	flags.IntVar(&c.rps, "rps", 100, "requests a second by users, 10 to 500")
+	flags.DurationVar(&c.warm, "warm", 4*time.Second, "how long all is well first")
+	flags.DurationVar(&c.hold, "hold", 5*time.Second, "how long the fault lasts")
+	flags.DurationVar(&c.after, "after", 6*time.Second, "how long to watch the recovery")
+	flags.StringVar(&c.out, "out", "storm.html", "where to write the chart")
+	flags.BoolVar(&c.serve, "serve", false, "afterwards keep the chain with stint up, with /metrics, until Ctrl-C")
+	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "the edge's address under -serve, on the loopback interface")
+	if err := flags.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return config{}, err
+		}
+		return config{}, usageError{errors.New("see -help")} // the rest is printed already
+	}
+	bad := func(format string, a ...any) (config, error) { return config{}, usageError{fmt.Errorf(format, a...)} }
+	if flags.NArg() > 0 {
+		return bad("unexpected argument %q", flags.Arg(0))
+	}
+	if c.rps < 10 || c.rps > 500 {
+		return bad("-rps %d: must be 10 to 500", c.rps)
+	}
+	for _, d := range []struct {
+		name string
+		d    time.Duration
+	}{{"warm", c.warm}, {"hold", c.hold}, {"after", c.after}} {
+		if d.d < 2*time.Second || d.d > time.Minute {
+			return bad("-%s %v: must be 2s to 1m", d.name, d.d)
+		}
+	}
+	if c.fault == faultNone && !c.serve {
+		return bad("-fault none is for -serve")
+	}
+	// The edge has a switch that breaks the database.
+	if addr, err := net.ResolveTCPAddr("tcp", c.addr); err != nil || !addr.IP.IsLoopback() {
+		return bad("-addr %s: must be a port of a loopback address, such as 127.0.0.1:8080", c.addr)
+	}
+	return c, nil
+}
+
+// run is the whole demonstration.
+func run(ctx context.Context, c config, out io.Writer) error {
+	var edge net.Listener
+	if c.serve { // first of all: better to fail now than in half a minute
+		var err error
+		if edge, err = net.Listen("tcp", c.addr); err != nil {
+			return err
+		}
+		defer edge.Close()
+	}
+
+	var failed error
+	if c.fault != faultNone {
+		plain, err := storm(ctx, c, "unguarded", unguarded{}, out)
+		if err != nil {
+			return err
+		}
+		g, err := newGuarded()
+		if err != nil {
+			return err
+		}
+		stinted, err := storm(ctx, c, "with stint", g, out)
+		if err != nil {
+			return err
+		}
+		r := newReport(c, plain, stinted)
+		fmt.Fprintf(out, "\n%s\n", r.table())
+		if err := r.writeHTML(c.out); err != nil {
+			return err
+		}
+		fmt.Fprintf(out, "The curves of both runs: %s\n\n", c.out)
+		failed = r.printChecks(out)
+	}
+	if c.serve {
+		if err := serve(ctx, c, edge, out); err != nil {
+			return err
+		}
+	}
+	return failed
+}
+
+// storm makes one run: a chain, its users, and the fault in the middle.
+func storm(ctx context.Context, c config, name string, g guard, out io.Writer) (summary, error) {
+	rec := newRecord()
+	chain, err := startChain(chainConfig{guard: g, capacity: headroom * float64(c.rps), record: rec})
+	if err != nil {
+		return summary{}, err
+	}
+	defer chain.stop()
+
+	length := c.warm + c.hold + c.after
+	fmt.Fprintf(out, "%s: %d requests/s; after %s the database breaks for %s (%s: %s)\n",
+		name, c.rps, seconds(c.warm), seconds(c.hold), c.fault, faultTexts[c.fault])
+	users := &load{url: chain.url, rps: c.rps, record: rec}
+	loaded := make(chan struct{})
+	go func() {
+		defer close(loaded)
+		users.run(ctx, length)
+	}()
+	mended := make(chan time.Duration, 1)
+	go func() {
+		// Requests of the cohort meet the fault and nothing else, so the cohort
+		// closes early enough for the last of them to be answered.
+		guard := min(timeout, c.hold/3)
+		pause(ctx, c.warm)
+		chain.database.breakDown(c.fault)
+		users.cohort.Store(true)
+		pause(ctx, c.hold-guard)
+		users.cohort.Store(false)
+		pause(ctx, guard)
+		chain.database.breakDown(faultNone)
+		mended <- time.Since(rec.start)
+	}()
+	for i := range int(length / time.Second) {
+		// A little later than the second's end, when its numbers are complete.
+		if !pause(ctx, time.Until(rec.start.Add(time.Duration(i+1)*time.Second+20*time.Millisecond))) {
+			break
+		}
+		edge, database, bad := rec.second(i)
+		fmt.Fprintf(out, "%4d s  %-8s edge %5d/s   database %5d/s   errors %4d/s\n",
+			i+1, phase(c, time.Duration(i)*time.Second), edge, database, bad)
+	}
+	<-loaded
+	if ctx.Err() != nil {
+		return summary{}, errors.New("interrupted")
+	}
+	return rec.summarise(name, <-mended, length), nil
+}
+
+// phase names the second of a run that begins at t.
+func phase(c config, t time.Duration) string {
+	switch {
+	case t < c.warm:
+		return "healthy"
+	case t < c.warm+c.hold:
+		return string(c.fault)
+	default:
+		return "mended"
+	}
+}
+
+// serve keeps a chain with stint up for somebody to look at and to break.
+func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) error {
+	g, err := newGuarded()
+	if err != nil {
+		return err
+	}
+	registry := prometheus.NewRegistry()
+	if err := registry.Register(g.metrics); err != nil {
+		return err
+	}
+	chain, err := startChain(chainConfig{
+		guard:    g,
+		capacity: headroom * float64(c.rps),
+		edge:     edge,
+		outside: func(d *database, edge http.Handler) http.Handler {
+			mux := http.NewServeMux()
+			mux.Handle("/{$}", edge)
+			mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+			mux.HandleFunc("POST /fault", func(w http.ResponseWriter, r *http.Request) {
+				k, err := parseFault(r.FormValue("kind"))
+				if err != nil {
+					http.Error(w, err.Error(), http.StatusBadRequest)
+					return
+				}
+				d.breakDown(k)
+				fmt.Fprintln(w, "the database's fault is now:", k)
+			})
+			return mux
+		},
+	})
+	if err != nil {
+		return err
+	}
+	defer chain.stop()
+	// No comments behind the commands: zsh would pass them to curl.
+	fmt.Fprintf(out, `
+The chain with stint is up under %[2]d requests/s, until Ctrl-C. From another terminal:
+
+a request, and one that was due in January 1970, which is a 504:
+  curl -i %[1]s
+  curl -i -H 'X-Request-Deadline: 1' %[1]s
+the metrics of all four services:
+  curl -s %[1]smetrics
+break the database (outage, slow, flap, stall, partial), and mend it:
+  curl -X POST '%[1]sfault?kind=outage'
+  curl -X POST '%[1]sfault?kind=none'
+`, chain.url, serveRPS)
+	(&load{url: chain.url, rps: serveRPS}).run(ctx, 0)
+	return nil
+}
