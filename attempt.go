@@ -183,7 +183,9 @@ func (c *call) setBody(out *http.Request, body io.ReadCloser) {
 // judge decides what the attempt's result means.
 func (c *call) judge(r *result, now time.Time, trace *wireTrace) {
 	left := c.ctx.Err() // whether the caller has ended it, only the caller's context can tell
-	late := c.bounded && !now.Before(c.sendBy)
+	// The wire counts in whole milliseconds, rounded down, so the peer may end it
+	// that much sooner. Nothing is lost: a retry needs a millisecond as well.
+	late := c.bounded && !now.Before(c.sendBy.Add(-time.Millisecond))
 	if r.resp != nil {
 		r.verdict = classifyResponse(r.resp, c.t.transient, c.foreign)
 		// Without a deadline of ours on the wire, theirs is none of our business.

@@ -41,11 +41,15 @@ const (
 	EventDone        EventKind = "done"         // Attempt: how many were sent; Took: all of it; Status or Err
 )
 
-// What a Middleware reports.
+// What a Middleware reports; Service, DeadlineMS and Remaining are always set.
 const (
-	EventArrived EventKind = "arrived" // Service, DeadlineMS, Remaining, Attempt: 1 and the caller's X-Retry-Count
-	EventExpired EventKind = "expired" // the deadline had passed on arrival, or passed before the handler had answered
-	EventServed  EventKind = "served"  // Status, Took
+	// Attempt is 1 and the caller's X-Retry-Count; Reason and Err are set where
+	// the header is invalid and refused.
+	EventArrived EventKind = "arrived"
+	// The deadline had passed on arrival, Took is then 0, or passed before the
+	// handler returned. Remaining is negative by how much.
+	EventExpired EventKind = "expired"
+	EventServed  EventKind = "served" // Status, Took; Reason where the answer is the middleware's own
 )
 
 // An Event is one step of a request, handed to Config.Hook or

@@ -169,7 +169,9 @@ var errZeroMiddleware = errors.New("stint: Middleware was not made with stint.Ne
 // having answered, the answer is that 504. What next has answered stands: any
 // of WriteHeader, Write, WriteString, ReadFrom, Flush and Hijack is an answer,
 // an informational status (1xx) other than 101 is not. A client that has left
-// is sent nothing.
+// is sent nothing. A [net/http/httputil.ReverseProxy] answers 502 when its call
+// ends at the deadline, unless its ErrorHandler writes nothing for
+// [context.DeadlineExceeded]: then that, too, is the 504.
 //
 // When next answers 502, 503 or 504 after calls that it made through a
 // [Transport] failed in a way that retries from above can only multiply, the
@@ -614,11 +616,10 @@ func newSnoop() *snoop {
 
 // writeHeader comes before every WriteHeader of the handler.
 func (x *exchange) writeHeader(w http.ResponseWriter, code int) {
-	if code < 100 || code > 999 {
-		return // net/http panics
-	}
-	if code < 200 && code != http.StatusSwitchingProtocols {
-		return // informational: the answer is yet to come
+	if code < 200 && code != http.StatusSwitchingProtocols || code > 999 {
+		// Informational: the answer is yet to come. Or no status at all, and
+		// net/http panics.
+		return
 	}
 	if !x.answer(code) {
 		return // superfluous: net/http ignores it
