@@ -26,8 +26,8 @@ type result struct {
 	skewed  bool   // a 504 for the deadline from a host whose clock is ahead: the rest of what it says is void
 }
 
-// over reports whether nothing is left to decide.
-func (r *result) over() bool { return r.verdict == done || r.verdict == terminal }
+// final reports whether nothing is left to decide.
+func (r *result) final() bool { return r.verdict == done || r.verdict == terminal }
 
 // send makes one attempt. The request it hands to the base is a copy with a
 // header map of its own; the caller's stays as it is, whatever the base does.
@@ -40,13 +40,13 @@ func (c *call) send(body io.ReadCloser) result {
 
 	ctx := c.bound
 	stop := func() {}
-	if c.over.AttemptTimeout > 0 {
+	if c.opts.AttemptTimeout > 0 {
 		var cancel context.CancelCauseFunc
 		ctx, cancel = context.WithCancelCause(ctx)
 		c.cancelAttempt = func() { cancel(context.Canceled) }
 		// The timer ends with the headers, so that it does not cut the body: a
 		// context with a timeout would.
-		timer := time.AfterFunc(c.over.AttemptTimeout, func() { cancel(causeAttemptTimeout) })
+		timer := time.AfterFunc(c.opts.AttemptTimeout, func() { cancel(causeAttemptTimeout) })
 		defer timer.Stop() // a base may panic
 		stop = func() {
 			if !timer.Stop() {
@@ -163,7 +163,7 @@ func isFleetHeader(k string) bool {
 func (c *call) setBody(out *http.Request, body io.ReadCloser) {
 	out.Body = body
 	c.bodies = nil
-	if body == nil || body == http.NoBody || c.over.MaxAttempts == 1 || !replayable(c.req) {
+	if body == nil || body == http.NoBody || c.opts.MaxAttempts == 1 || !replayable(c.req) {
 		return
 	}
 	bodies := new(requestBodies)
@@ -191,7 +191,7 @@ func (c *call) judge(r *result, now time.Time, trace *wireTrace) {
 		// Without a deadline of ours on the wire, theirs is none of our business.
 		expired := c.wire && r.resp.StatusCode == http.StatusGatewayTimeout && len(r.resp.Header[HeaderDeadlineExpired]) > 0
 		switch {
-		case expired && c.sendBy.Sub(now) > max(minSkew, c.over.Reserve):
+		case expired && c.sendBy.Sub(now) > max(minSkew, c.opts.Reserve):
 			// Time is left by our clock: theirs is ahead. What such a host says
 			// of retries is void, or one wrong clock among several hosts would
 			// be a black hole.

@@ -16,9 +16,13 @@ const (
 	maxKept = 16 << 10
 	// maxHeld is how many longer answers of one peer waiting retries hold open.
 	maxHeld = 64
-	// bodyPatience is how long we wait for a body: for an answer to be read or
-	// drained, and for the base to come out of a Read of the request's body.
+	// bodyPatience is how long we wait for an answer to be read into memory.
 	bodyPatience = 50 * time.Millisecond
+	// turnPatience is how long we wait, once a turn has come, for a long answer
+	// to be drained, and again for the base to come out of a Read of the
+	// request's body. The two together stay within the slack between turns, so
+	// that a peer that trickles cannot push retries into one second.
+	turnPatience = 20 * time.Millisecond
 )
 
 // A requestBodies holds the bodies that one attempt has handed to the base: one,
@@ -58,7 +62,7 @@ func (b *requestBodies) seal(ctx context.Context) bool {
 		sealing := make(chan struct{})
 		b.sealing = sealing
 		b.mu.Unlock()
-		patience := time.NewTimer(bodyPatience)
+		patience := time.NewTimer(turnPatience)
 		defer patience.Stop()
 		select {
 		case <-sealing:
@@ -208,9 +212,9 @@ func keep(resp *http.Response) bool {
 
 // drain reads what is left of an answer that is thrown away, up to a bound, and
 // closes it: a connection whose answer was read to its end can be used again.
-func drain(body io.ReadCloser) {
+func drain(body io.ReadCloser, patience time.Duration) {
 	once := &closeOnce{ReadCloser: body}
-	timer := time.AfterFunc(bodyPatience, func() { once.Close() })
+	timer := time.AfterFunc(patience, func() { once.Close() })
 	io.CopyN(io.Discard, once, maxKept)
 	timer.Stop()
 	once.Close()

@@ -43,12 +43,13 @@ type Outcome struct {
 // compose: a zero field of o keeps what an outer Override says.
 func WithOverride(ctx context.Context, o Override) context.Context {
 	if outer, ok := ctx.Value(overrideKey{}).(*Override); ok {
-		o = o.over(*outer)
+		o = o.inherit(*outer)
 	}
 	return context.WithValue(ctx, overrideKey{}, &o)
 }
 
-func (o Override) over(outer Override) Override {
+// inherit fills in the zero fields of o.
+func (o Override) inherit(outer Override) Override {
 	if o.MaxAttempts == 0 {
 		o.MaxAttempts = outer.MaxAttempts
 	}

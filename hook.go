@@ -36,7 +36,7 @@ type EventKind string
 const (
 	EventAttemptSent EventKind = "attempt_sent" // Peer, DeadlineMS, Remaining, Attempt
 	EventAttemptDone EventKind = "attempt_done" // and Took, Status or Err
-	EventRetry       EventKind = "retry"        // Wait: how long until the retry is sent; Attempt: the one that failed
+	EventRetry       EventKind = "retry"        // Wait; Attempt: the one that failed
 	EventRefused     EventKind = "refused"      // Reason: why no (further) attempt is made
 	EventDone        EventKind = "done"         // Attempt: how many were sent; Took: all of it; Status or Err
 )
@@ -62,7 +62,7 @@ type Event struct {
 	Service    string        // server side: MiddlewareConfig.Service
 	DeadlineMS int64         // the deadline in force, Unix milliseconds; client side: as sent; 0: none
 	Remaining  time.Duration // until the deadline; 0 without one
-	Wait       time.Duration // EventRetry: backoff, Retry-After and the wait for a turn so far as known
+	Wait       time.Duration // EventRetry: backoff and Retry-After; the wait for a turn is not known yet
 	Took       time.Duration
 	Attempt    int // counts from 1
 	Status     int // 0: no answer

@@ -554,7 +554,7 @@ func TestBodiesNeverHaveTwoReaders(t *testing.T) {
 			req := newRequest(t, WithOverride(t.Context(), Override{Outcome: &o}), "PUT", "http://peer.test/", nil)
 			first := &trackedBody{Reader: readFunc(func([]byte) (int, error) {
 				if back {
-					time.Sleep(bodyPatience / 5)
+					time.Sleep(turnPatience / 5)
 					return 1, nil
 				}
 				<-release

@@ -200,7 +200,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	}
 	for body := req.Body; ; {
 		r := c.send(body)
-		if r.over() {
+		if r.final() {
 			return c.finish(r, r.reason)
 		}
 		wait, refused := c.mayRetry(&r, time.Now())
@@ -243,7 +243,7 @@ type call struct {
 	t       *Transport
 	req     *http.Request   // the caller's
 	ctx     context.Context // the caller's
-	over    Override        // with the transport's own values filled in
+	opts    Override        // with the transport's own values filled in
 	arrival *arrival        // of the request being served, if the caller is a handler
 	peer    *peer
 	latency *histogram
@@ -281,9 +281,9 @@ func (t *Transport) begin(req *http.Request) (*call, error) {
 		if err := o.validate(); err != nil {
 			return nil, err
 		}
-		c.over = *o
+		c.opts = *o
 	}
-	c.over = c.over.over(Override{
+	c.opts = c.opts.inherit(Override{
 		MaxAttempts:    t.cfg.MaxAttempts,
 		AttemptTimeout: t.cfg.AttemptTimeout,
 		Reserve:        t.cfg.Reserve,
@@ -298,9 +298,9 @@ func (t *Transport) begin(req *http.Request) (*call, error) {
 	} else {
 		c.foreign = leftFirstHost(req)
 	}
-	c.key = chooseKey(req, c.over.IdempotencyKey, c.over.Keys, c.foreign)
+	c.key = chooseKey(req, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
 	c.repeatable = idempotent(req.Method) && len(req.Header["Upgrade"]) == 0
-	c.traced = t.cfg.CountResends || c.over.MaxAttempts > 1 && !c.repeatable && !c.key.permits(c.over.Keys, nil) && replayable(req)
+	c.traced = t.cfg.CountResends || c.opts.MaxAttempts > 1 && !c.repeatable && !c.key.permits(c.opts.Keys, nil) && replayable(req)
 
 	name := ""
 	if t.cfg.Peer != nil {
@@ -342,7 +342,7 @@ func (c *call) setDeadline() {
 		return
 	}
 	c.deadline = now.Add(left)
-	c.sendBy = c.deadline.Add(-c.over.Reserve)
+	c.sendBy = c.deadline.Add(-c.opts.Reserve)
 	c.wire = !c.foreign
 	if inherited != nil {
 		c.wireMS = inherited.onWire(c.sendBy)
@@ -410,11 +410,11 @@ func (t *Transport) failure(status int) bool {
 // yet.
 func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused Reason) {
 	switch {
-	case c.attempts >= c.over.MaxAttempts:
+	case c.attempts >= c.opts.MaxAttempts:
 		return 0, ReasonAttempts
 	case !replayable(c.req):
 		return 0, ReasonNotReplayable
-	case r.verdict != unbegun && !c.repeatable && !c.key.permits(c.over.Keys, r.resp):
+	case r.verdict != unbegun && !c.repeatable && !c.key.permits(c.opts.Keys, r.resp):
 		return 0, ReasonNotIdempotent
 	}
 	if r.resp != nil && !r.skewed {
@@ -448,7 +448,7 @@ func (c *call) latest(now time.Time) time.Time {
 	if !c.bounded {
 		return time.Time{}
 	}
-	need := c.over.Reserve + time.Millisecond
+	need := c.opts.Reserve + time.Millisecond
 	if usual, samples := c.latency.quantile(now, c.t.cfg.Admission.Quantile); samples >= c.t.cfg.Admission.MinSamples {
 		need = max(need, usual)
 	}
@@ -551,7 +551,7 @@ func (c *call) drop(r *result) {
 	switch {
 	case r.resp == nil:
 	case c.held:
-		drain(r.resp.Body)
+		drain(r.resp.Body, turnPatience)
 	default:
 		r.resp.Body.Close() // read already, or nothing to read
 	}
@@ -581,7 +581,9 @@ func (c *call) abandon(r result) (*http.Response, error) {
 		why = context.Canceled
 	}
 	last := r.failure()
-	c.drop(&r)
+	if r.resp != nil {
+		r.resp.Body.Close() // and not drained: nobody waits for the connection
+	}
 	return c.finish(result{verdict: terminal, err: c.error(reason, join(why, last))}, reason)
 }
 
@@ -613,7 +615,7 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 	}
 	c.peer.metrics.done(c.ctx, outcome, c.attempts)
 	c.leaveNote(&r, outcome, reason)
-	if o := c.over.Outcome; o != nil {
+	if o := c.opts.Outcome; o != nil {
 		*o = Outcome{Attempts: c.attempts, Reason: reason, Key: c.key.value}
 	}
 	if c.t.cfg.Hook != nil {
