@@ -1,0 +1,468 @@
+package stint
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"time"
+)
+
+// A call is one request inside RoundTrip.
+type call struct {
+	t       *Transport
+	req     *http.Request   // the caller's
+	ctx     context.Context // the caller's
+	opts    Override        // with the transport's own values filled in
+	arrival *arrival        // of the request being served, if the caller is a handler
+	peer    *peer
+	latency *histogram
+	foreign bool
+	key     requestKey
+
+	repeatable bool // by its method
+	traced     bool
+
+	start    time.Time
+	bounded  bool
+	deadline time.Time // when the request has to be over
+	sendBy   time.Time // what the peer is told: deadline − reserve
+	wireMS   int64     // sendBy as Unix milliseconds, in the clock of whoever set the deadline first
+	wire     bool      // wireMS is sent
+
+	bound         context.Context // ctx, ended at deadline
+	cancelBound   context.CancelFunc
+	cancelAttempt context.CancelFunc
+	handedOver    bool // the contexts end with the answer's body
+
+	attempts int
+	held     bool           // the answer in hand counts in peer.held
+	bodies   *requestBodies // of the latest attempt; nil: none to guard
+}
+
+// begin collects what is known before the first attempt. On an error nothing is
+// held.
+func (t *Transport) begin(req *http.Request) (*call, error) {
+	if t == nil || t.base == nil {
+		return nil, errZeroTransport
+	}
+	c := &call{t: t, req: req, ctx: req.Context(), start: time.Now()}
+	if o, ok := c.ctx.Value(overrideKey{}).(*Override); ok {
+		if err := o.validate(); err != nil {
+			return nil, err
+		}
+		c.opts = *o
+	}
+	c.opts = c.opts.inherit(Override{
+		MaxAttempts:    t.cfg.MaxAttempts,
+		AttemptTimeout: t.cfg.AttemptTimeout,
+		Reserve:        t.cfg.Reserve,
+		Keys:           t.cfg.Keys,
+	})
+	if req.URL == nil {
+		return nil, errors.New("stint: nil Request.URL")
+	}
+	c.arrival = arrivalFrom(c.ctx)
+	if t.cfg.Foreign != nil {
+		c.foreign = t.cfg.Foreign(req)
+	} else {
+		c.foreign = leftFirstHost(req)
+	}
+	c.key = chooseKey(req, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
+	c.repeatable = idempotent(req.Method) && len(req.Header["Upgrade"]) == 0
+	c.traced = t.cfg.CountResends || c.opts.MaxAttempts > 1 && !c.repeatable && !c.key.permits(c.opts.Keys, nil) && replayable(req)
+
+	name := ""
+	if t.cfg.Peer != nil {
+		name = t.cfg.Peer(req)
+	} else {
+		name = peerName(req)
+	}
+	class := ""
+	if t.cfg.Admission.Class != nil {
+		class = t.cfg.Admission.Class(req)
+	}
+	c.peer = t.peers.enter(name, c.start)
+	c.latency = c.peer.latency.get(class)
+	c.setDeadline()
+	return c, nil
+}
+
+// setDeadline computes when the request has to be over, and what the wire says
+// of it. Of all limits the tightest wins. Differences are taken from now, so that
+// a context's deadline without a monotonic reading does not matter.
+func (c *call) setDeadline() {
+	now := c.start
+	left := time.Duration(-1)
+	tighten := func(d time.Duration) {
+		if !c.bounded || d < left {
+			c.bounded, left = true, d
+		}
+	}
+	c.bound = c.ctx
+	d, fromContext := c.ctx.Deadline()
+	if fromContext {
+		tighten(d.Sub(now))
+	}
+	if c.t.cfg.Timeout > 0 {
+		tighten(c.t.cfg.Timeout)
+	}
+	inherited := c.inherit(tighten)
+	if !c.bounded {
+		return
+	}
+	c.deadline = now.Add(left)
+	c.sendBy = c.deadline.Add(-c.opts.Reserve)
+	c.wire = !c.foreign
+	if inherited != nil {
+		c.wireMS = inherited.onWire(c.sendBy)
+	} else {
+		c.wireMS = max(0, wallMillis(c.sendBy, now, c.t.wallAt(now)))
+	}
+	if !fromContext || left < d.Sub(now) { // else the caller's context is already right
+		c.bound, c.cancelBound = context.WithDeadlineCause(c.ctx, c.deadline, causeDeadline)
+	}
+}
+
+// inherit returns the deadline that the request continues, if any: the one
+// adopted for the request being served, or, in a proxy without our middleware,
+// the one in the header that it copied.
+func (c *call) inherit(tighten func(time.Duration)) *deadline {
+	now := c.start
+	adopted := c.arrival.adopted()
+	if adopted != nil {
+		tighten(adopted.e.Sub(now))
+	}
+	if len(c.req.Header) == 0 || c.arrival != nil && c.arrival.distrust {
+		return adopted
+	}
+	if adopted == nil {
+		own, state, _ := readDeadline(c.req.Header, now, c.t.wallAt(now), proxiedMax, 0)
+		if own != nil {
+			tighten(own.e.Sub(now))
+		} else if state.invalid() && c.arrival == nil {
+			c.peer.metrics.badHeader(state)
+		}
+		return own
+	}
+	// Behind the middleware a header in the request is a copy of what arrived,
+	// or somebody on the way has lowered it. It can only shorten.
+	if ms, _, state := parseMillis(headerLines(c.req.Header, HeaderDeadline)); state.usable() {
+		lowered := time.Duration(min(max(0, adopted.ms-ms), maxCompanion)) * time.Millisecond
+		tighten(adopted.e0.Add(-lowered).Sub(now))
+	}
+	return adopted
+}
+
+// mayRetry asks in this order; the first "no" is the reason. Nothing is charged
+// yet.
+func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused Reason) {
+	switch {
+	case c.attempts >= c.opts.MaxAttempts:
+		return 0, ReasonAttempts
+	case !replayable(c.req):
+		return 0, ReasonNotReplayable
+	case r.verdict != unbegun && !c.repeatable && !c.key.permits(c.opts.Keys, r.resp):
+		return 0, ReasonNotIdempotent
+	}
+	if r.resp != nil && !r.skewed {
+		if toldNotTo(r.resp.Header) {
+			return 0, ReasonToldNotTo
+		}
+		hint, _ := retryAfter(r.resp.Header, c.t.wallAt(now))
+		if hint > c.t.cfg.Backoff.MaxRetryAfter {
+			return 0, ReasonRetryAfter
+		}
+		wait = hint
+	}
+	wait += c.t.cfg.Backoff.delay(c.attempts, c.t.jitter())
+	latest := c.latest(now)
+	if !latest.IsZero() && !now.Add(wait).Before(latest) {
+		return 0, ReasonDeadline
+	}
+	if cut, of := c.latency.cutOff(now); of >= c.t.cfg.Admission.MinSamples && 2*cut > of {
+		return 0, ReasonSlow
+	}
+	if refused = c.peer.budget.ask(now, wait, latest); refused != "" {
+		c.noteRefusal(now, refused)
+		return 0, refused
+	}
+	return wait, ""
+}
+
+// latest returns the time before which an attempt has to start so that it can end
+// in time; zero: there is no deadline.
+func (c *call) latest(now time.Time) time.Time {
+	if !c.bounded {
+		return time.Time{}
+	}
+	need := c.opts.Reserve + time.Millisecond
+	if usual, samples := c.latency.quantile(now, c.t.cfg.Admission.Quantile); samples >= c.t.cfg.Admission.MinSamples {
+		need = max(need, usual)
+	}
+	return c.deadline.Add(-need)
+}
+
+// hold frees the connection of an answer that may be given back later, or counts
+// it among those that keep theirs. It reports false where there are too many.
+func (c *call) hold(r *result) bool {
+	if r.resp == nil || r.resp.Body == http.NoBody || keep(r.resp) {
+		return true
+	}
+	if c.peer.held.Add(1) > maxHeld {
+		c.peer.held.Add(-1)
+		return false
+	}
+	c.held = true
+	return true
+}
+
+// sleep waits, and reports false as soon as the caller has gone or the deadline
+// has passed.
+func (c *call) sleep(d time.Duration) bool {
+	if d <= 0 {
+		return c.bound.Err() == nil && !c.legacyCanceled()
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return c.bound.Err() == nil
+	case <-c.bound.Done():
+	case <-c.req.Cancel: //nolint:staticcheck // http.Client still sets it for Client.Timeout
+	}
+	return false
+}
+
+// legacyCanceled reports whether Request.Cancel was closed, which is how
+// http.Client tells transports it does not know that its Timeout is over.
+func (c *call) legacyCanceled() bool {
+	select {
+	case <-c.req.Cancel: //nolint:staticcheck // as in sleep
+		return true
+	default:
+		return false
+	}
+}
+
+// rewind returns the body of the next attempt.
+func (c *call) rewind() (io.ReadCloser, error) {
+	if c.req.Body == nil || c.req.Body == http.NoBody {
+		return c.req.Body, nil
+	}
+	return c.req.GetBody()
+}
+
+// closeUnsent closes a body that rewind returned and no attempt will take.
+func closeUnsent(body io.ReadCloser) {
+	if body != nil {
+		body.Close()
+	}
+}
+
+// takeTurn takes a turn from the budget and waits for it. ReasonCanceled: the
+// wait was cut short. The turn is then spent, and no more than it.
+func (c *call) takeTurn() Reason {
+	now := time.Now()
+	wait, refused := c.peer.budget.take(now, c.latest(now))
+	if refused != "" {
+		c.noteRefusal(now, refused)
+		return refused
+	}
+	c.peer.metrics.budgetUsed(now, c.peer.budget.utilisation(now))
+	if wait <= 0 {
+		return ""
+	}
+	if !c.sleep(wait) {
+		return ReasonCanceled
+	}
+	// The peer may have slowed down meanwhile, or the timer have been late.
+	now = time.Now()
+	if latest := c.latest(now); !latest.IsZero() && !now.Before(latest) {
+		return ReasonDeadline
+	}
+	return ""
+}
+
+// noteRefusal moves the gauge: a budget that refuses is in full use.
+func (c *call) noteRefusal(now time.Time, refused Reason) {
+	switch refused {
+	case ReasonBudget:
+		c.peer.metrics.budgetUsed(now, 1)
+	case ReasonTurn:
+		c.peer.metrics.budgetUsed(now, c.peer.budget.utilisation(now))
+	}
+}
+
+// drop throws away what the last attempt left.
+func (c *call) drop(r *result) {
+	switch {
+	case r.resp == nil:
+	case c.held:
+		drain(r.resp.Body, turnPatience)
+	default:
+		r.resp.Body.Close() // read already, or nothing to read
+	}
+	c.unhold()
+	if c.cancelAttempt != nil {
+		c.cancelAttempt()
+		c.cancelAttempt = nil
+	}
+}
+
+func (c *call) unhold() {
+	if c.held {
+		c.held = false
+		c.peer.held.Add(-1)
+	}
+}
+
+// abandon ends a request whose caller went, or whose deadline passed, while it
+// waited. An answer in hand is closed: nobody is there to take it.
+func (c *call) abandon(r result) (*http.Response, error) {
+	reason, why := ReasonCanceled, contextError(c.ctx)
+	switch {
+	case c.ctx.Err() == context.Canceled:
+	case c.bound.Err() != nil, c.bounded && !time.Now().Before(c.sendBy):
+		reason, why = ReasonDeadline, context.DeadlineExceeded
+	default: // Request.Cancel
+		why = context.Canceled
+	}
+	last := r.failure()
+	if r.resp != nil {
+		r.resp.Body.Close() // and not drained: nobody waits for the connection
+	}
+	return c.finish(result{verdict: terminal, err: c.error(reason, join(why, last))}, reason)
+}
+
+// contextError returns why a context ended, its cause included.
+func contextError(ctx context.Context) error {
+	err, cause := ctx.Err(), context.Cause(ctx)
+	if cause == nil || errors.Is(err, cause) {
+		return err
+	}
+	return &both{err, cause}
+}
+
+func (c *call) error(reason Reason, err error) *Error {
+	return &Error{Peer: c.peer.name, Attempts: c.attempts, Reason: reason, Err: err}
+}
+
+// finish accounts for the request and returns what its caller gets.
+func (c *call) finish(r result, reason Reason) (*http.Response, error) {
+	c.unhold()
+	if cut, ok := r.err.(*cutError); ok {
+		r.err = c.error(reason, cut)
+	}
+	outcome := c.outcome(&r, reason)
+	if reason != "" {
+		c.peer.metrics.refused(reason)
+		if c.t.cfg.Hook != nil {
+			c.emit(Event{Kind: EventRefused, Reason: reason, Remaining: c.remaining(time.Now()), Status: r.status(), Err: r.err})
+		}
+	}
+	c.peer.metrics.done(c.ctx, outcome, c.attempts)
+	c.leaveNote(&r, outcome, reason)
+	if o := c.opts.Outcome; o != nil {
+		*o = Outcome{Attempts: c.attempts, Reason: reason, Key: c.key.value}
+	}
+	if c.t.cfg.Hook != nil {
+		now := time.Now()
+		c.emit(Event{Kind: EventDone, Reason: reason, Remaining: c.remaining(now), Took: now.Sub(c.start), Status: r.status(), Err: r.err})
+	}
+	if r.resp == nil {
+		return nil, r.err
+	}
+	c.handOver(r.resp)
+	return r.resp, nil
+}
+
+// outcome sorts a request into exactly one of the outcomes that are counted.
+func (c *call) outcome(r *result, reason Reason) outcome {
+	switch reason {
+	case ReasonDeadline:
+		return outcomeDeadline
+	case ReasonCanceled:
+		return outcomeCanceled
+	case ReasonBudget, ReasonTurn, ReasonSlow, ReasonHeld, ReasonRetryAfter:
+		return outcomeRefused
+	case "":
+		if r.verdict == done && !c.t.failure(r.resp.StatusCode) {
+			return outcomeOK
+		}
+	}
+	return outcomeError
+}
+
+// leaveNote tells the request being served, if there is one, that this call has
+// failed and that its retries are done: a layer above that retries on top would
+// multiply. Not where the call was not allowed to retry at all; then the layer
+// above is the one that may.
+func (c *call) leaveNote(r *result, o outcome, reason Reason) {
+	a := c.arrival
+	if a == nil || a.detached {
+		return
+	}
+	told := r.resp != nil && !r.skewed && r.resp.StatusCode >= 400 && toldNotTo(r.resp.Header)
+	switch {
+	case told, reason == ReasonBudget, reason == ReasonTurn, o != outcomeOK && c.attempts > 1 && !r.skewed:
+		a.note.fail(c.peer.name)
+	case o == outcomeOK:
+		a.note.succeed(c.peer.name)
+	}
+}
+
+// handOver ties the contexts made for the request to the answer's body: to end
+// them sooner would cut it. After a 101 net/http's connection is the caller's and
+// heeds no context any more, and its body must stay writable.
+func (c *call) handOver(resp *http.Response) {
+	if c.cancelBound == nil && c.cancelAttempt == nil {
+		return
+	}
+	// The request in the answer is ours; its context ends with the body, which
+	// the caller's does not.
+	resp.Request = resp.Request.WithContext(c.ctx)
+	if resp.StatusCode == http.StatusSwitchingProtocols || resp.Body == http.NoBody {
+		return
+	}
+	c.handedOver = true
+	resp.Body = &boundBody{ReadCloser: resp.Body, release: c.release}
+}
+
+// release ends the contexts made for the request.
+func (c *call) release() {
+	if c.cancelAttempt != nil {
+		c.cancelAttempt()
+	}
+	if c.cancelBound != nil {
+		c.cancelBound()
+	}
+}
+
+// end runs however RoundTrip ends, a panic of the base included.
+func (c *call) end() {
+	c.unhold()
+	if !c.handedOver {
+		c.release()
+	}
+	c.t.peers.leave(c.peer, time.Now())
+}
+
+func (c *call) remaining(now time.Time) time.Duration {
+	if !c.bounded {
+		return 0
+	}
+	return c.deadline.Sub(now)
+}
+
+func (c *call) emitRetry(wait time.Duration) {
+	if c.t.cfg.Hook != nil {
+		c.emit(Event{Kind: EventRetry, Wait: wait, Remaining: c.remaining(time.Now())})
+	}
+}
+
+// emit hands an event to the hook, which the caller has checked for.
+func (c *call) emit(e Event) {
+	e.Peer, e.Attempt, e.DeadlineMS = c.peer.name, c.attempts, c.wireMS
+	c.t.cfg.Hook(c.ctx, e)
+}
