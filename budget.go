@@ -74,6 +74,10 @@ func (c BudgetConfig) check(errs *configErrors) {
 	errs.check(c.MaxWait <= time.Hour, "Config.Budget.MaxWait", c.MaxWait, "must be at most 1h, 0 for the default, or negative for none")
 }
 
+// memory returns how long after its last retry a budget may still be affected by
+// it: the window and the open slot.
+func (c BudgetConfig) memory() time.Duration { return c.Window + c.Window/budgetSlots }
+
 const (
 	budgetSlots = 10 // closed slots that count; the open one pays out nothing
 	// turnSlack keeps turns a little further apart than the rate alone asks

@@ -229,7 +229,8 @@ func (c *call) sleep(d time.Duration) bool {
 	case <-timer.C:
 		return c.bound.Err() == nil
 	case <-c.bound.Done():
-	case <-c.req.Cancel: //nolint:staticcheck // http.Client still sets it for Client.Timeout
+	//lint:ignore SA1019 http.Client still sets it for Client.Timeout
+	case <-c.req.Cancel:
 	}
 	return false
 }
@@ -238,7 +239,8 @@ func (c *call) sleep(d time.Duration) bool {
 // http.Client tells transports it does not know that its Timeout is over.
 func (c *call) legacyCanceled() bool {
 	select {
-	case <-c.req.Cancel: //nolint:staticcheck // as in sleep
+	//lint:ignore SA1019 as in sleep
+	case <-c.req.Cancel:
 		return true
 	default:
 		return false

@@ -87,7 +87,7 @@ func (t *peers) add(name string, now time.Time) *peer {
 		return t.overflowLocked()
 	}
 	if t.n >= t.cfg.MaxPeers {
-		t.sweepLocked(now, t.cfg.Budget.Window)
+		t.sweepLocked(now, t.cfg.Budget.memory())
 		if t.n >= t.cfg.MaxPeers {
 			return t.overflowLocked()
 		}

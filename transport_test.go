@@ -1177,7 +1177,8 @@ func TestLegacyCancelEndsAWait(t *testing.T) {
 		tr := newTestTransport(t, Config{Base: answers(status(503, "Retry-After", "9"))})
 		req := newRequest(t, t.Context(), "GET", "http://peer.test/", nil)
 		cancel := make(chan struct{})
-		req.Cancel = cancel //nolint:staticcheck // what http.Client sets
+		//lint:ignore SA1019 http.Client sets it
+		req.Cancel = cancel
 		time.AfterFunc(time.Second, func() { close(cancel) })
 		start := time.Now()
 		_, err := tr.RoundTrip(req)

@@ -1,0 +1,5 @@
+//go:build !race
+
+package stint
+
+const raceEnabled = false
