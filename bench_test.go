@@ -78,6 +78,41 @@ func BenchmarkRoundTrip(b *testing.B) {
 	}
 }
 
+// P9: what a request costs that succeeds, in allocations, which do not depend on
+// how busy the machine is: the base's are in the count.
+func TestP9_AllocationsOfARequest(t *testing.T) {
+	base := baseFunc(func(r *http.Request) (*http.Response, error) {
+		if r.Body != nil {
+			r.Body.Close()
+		}
+		return &http.Response{StatusCode: 200, Header: http.Header{}, Body: http.NoBody}, nil
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+	defer cancel()
+	tr := newTestTransport(t, Config{Base: base, Metrics: newTestMetrics(t)})
+	for _, tt := range []struct {
+		method  string
+		body    io.Reader
+		allowed float64
+	}{{"GET", nil, 9}, {"POST", strings.NewReader("body"), 23}} {
+		req := newRequest(t, ctx, tt.method, "http://peer.test:8080/", tt.body)
+		send := func(rt http.RoundTripper) float64 {
+			return testing.AllocsPerRun(100, func() {
+				if resp, err := rt.RoundTrip(req); err != nil || resp.StatusCode != 200 {
+					t.Fatal(err)
+				}
+			})
+		}
+		added := send(tr) - send(base)
+		if raceEnabled {
+			continue // the detector allocates too
+		}
+		if added > tt.allowed {
+			t.Errorf("%s: %v allocations are added, want at most %v", tt.method, added, tt.allowed)
+		}
+	}
+}
+
 // Refusing must be cheaper than sending: an outage is when it counts.
 func BenchmarkRefuse(b *testing.B) {
 	unavailable := baseFunc(func(*http.Request) (*http.Response, error) {

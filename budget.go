@@ -38,8 +38,8 @@ type BudgetConfig struct {
 	MinPerSecond float64
 	// PeakFactor, at least 1, lets turns lie that many times closer together
 	// than the ratio alone would have them. 0: DefaultBudgetPeakFactor, the
-	// strict ceiling in every second. 3 rescues a blip of 0.3 s whole, at a
-	// peak of 129 instead of 110.
+	// strict ceiling in every second. 3 rescues nearly all of a blip of 0.3 s,
+	// at a peak of 129 instead of 110.
 	PeakFactor float64
 	// MaxWait is the longest that a retry waits for its turn, at most 1 h. 0:
 	// DefaultBudgetMaxWait. Negative: it does not wait.

@@ -531,15 +531,14 @@ func TestO02_EveryAttemptHasAWholeBody(t *testing.T) {
 func TestBodiesNeverHaveTwoReaders(t *testing.T) {
 	for _, back := range []bool{true, false} {
 		t.Run(fmt.Sprint("comes back: ", back), func(t *testing.T) {
-			release := make(chan struct{})
+			release, begun := make(chan struct{}), make(chan struct{})
+			begin := sync.OnceFunc(func() { close(begun) })
 			var reading sync.WaitGroup
 			n := 0
 			var o Outcome
 			tr := newTestTransport(t, Config{Backoff: Backoff{Base: 1, Max: 1}, Base: baseFunc(func(r *http.Request) (*http.Response, error) {
 				if n++; n == 1 {
-					begun := make(chan struct{})
 					reading.Go(func() {
-						close(begun)
 						io.Copy(io.Discard, r.Body)
 						r.Body.Close()
 					})
@@ -553,6 +552,7 @@ func TestBodiesNeverHaveTwoReaders(t *testing.T) {
 			})})
 			req := newRequest(t, WithOverride(t.Context(), Override{Outcome: &o}), "PUT", "http://peer.test/", nil)
 			first := &trackedBody{Reader: readFunc(func([]byte) (int, error) {
+				begin()
 				if back {
 					time.Sleep(turnPatience / 5)
 					return 1, nil

@@ -1,11 +1,8 @@
 // Quickstart has both halves of stint: a server whose handler calls another.
-//
-//	curl http://127.0.0.1:8080/                                  200
-//	curl -i -H 'X-Request-Deadline: 1' http://127.0.0.1:8080/    504: it was due in 1970
-//	curl http://127.0.0.1:8080/metrics
 package main
 
 import (
+	"flag"
 	"fmt"
 	"log"
 	"net"
@@ -17,15 +14,17 @@ import (
 	"github.com/stinthttp/stint"
 )
 
+var addr = flag.String("addr", "127.0.0.1:8080", "where to listen")
+
 func main() {
+	flag.Parse()
 	metrics := must(stint.NewMetrics(stint.MetricsConfig{}))
 	prometheus.MustRegister(metrics)
-	transport := must(stint.NewTransport(stint.Config{Metrics: metrics}))
-	client := &http.Client{Transport: transport}
-	edge := stint.MiddlewareConfig{Service: "front", Timeout: 2 * time.Second, Metrics: metrics}
-	middleware := must(stint.NewMiddleware(edge))
+	client := &http.Client{Transport: must(stint.NewTransport(stint.Config{Metrics: metrics}))}
+	middleware := must(stint.NewMiddleware(stint.MiddlewareConfig{Service: "front", Timeout: 2 * time.Second, Metrics: metrics}))
 
 	backend := must(net.Listen("tcp", "127.0.0.1:0"))
+	hello := func(w http.ResponseWriter, r *http.Request) { fmt.Fprintln(w, "hello") }
 	go func() { log.Fatal(http.Serve(backend, http.HandlerFunc(hello))) }()
 
 	front := func(w http.ResponseWriter, r *http.Request) {
@@ -46,10 +45,10 @@ func main() {
 	}
 	http.Handle("GET /metrics", promhttp.Handler())
 	http.Handle("/", middleware.Handler(http.HandlerFunc(front)))
-	log.Fatal(http.ListenAndServe("127.0.0.1:8080", nil))
+	listener := must(net.Listen("tcp", *addr))
+	log.Printf("try: curl -i -H 'X-Request-Deadline: 1' http://%s/", listener.Addr())
+	log.Fatal(http.Serve(listener, nil))
 }
-
-func hello(w http.ResponseWriter, r *http.Request) { fmt.Fprintln(w, "hello") }
 
 func must[T any](v T, err error) T {
 	if err != nil {

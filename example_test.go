@@ -1,0 +1,329 @@
+package stint_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"time"
+
+	"github.com/stinthttp/stint"
+)
+
+// A peer is a base transport that answers by itself, so that the examples need
+// no network.
+type peer func(*http.Request) (*http.Response, error)
+
+func (p peer) RoundTrip(r *http.Request) (*http.Response, error) { return p(r) }
+
+// answers returns a peer that gives these statuses in turn, the last one for
+// ever.
+func answers(statuses ...int) peer {
+	return func(r *http.Request) (*http.Response, error) {
+		status := statuses[0]
+		if len(statuses) > 1 {
+			statuses = statuses[1:]
+		}
+		return &http.Response{
+			StatusCode: status, Status: fmt.Sprint(status, " ", http.StatusText(status)),
+			Header: make(http.Header), Body: http.NoBody, Request: r,
+		}, nil
+	}
+}
+
+// handledBy returns a peer that is a handler.
+func handledBy(h http.Handler) peer {
+	return func(r *http.Request) (*http.Response, error) {
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, r)
+		resp := w.Result()
+		resp.Request = r
+		return resp, nil
+	}
+}
+
+// quick makes retries wait for next to nothing, for examples.
+var quick = stint.Backoff{Base: time.Microsecond, Max: time.Microsecond}
+
+// Both halves: the edge gives a request two seconds, and the ledger behind it
+// is told how much of them is left.
+func Example() {
+	// The service behind.
+	ledgerHalf, err := stint.NewMiddleware(stint.MiddlewareConfig{Service: "ledger"})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	ledger := ledgerHalf.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		deadline, ok := r.Context().Deadline()
+		left := time.Until(deadline)
+		fmt.Fprintln(w, "the ledger has a deadline:", ok, "within 2 s:", left > time.Second && left < 2*time.Second)
+	}))
+
+	// The edge, which calls it.
+	transport, err := stint.NewTransport(stint.Config{Base: handledBy(ledger)})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	client := &http.Client{Transport: transport}
+	edgeHalf, err := stint.NewMiddleware(stint.MiddlewareConfig{Service: "edge", Timeout: 2 * time.Second})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	edge := edgeHalf.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		req, err := http.NewRequestWithContext(r.Context(), "GET", "http://ledger/", nil)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		resp, err := client.Do(req)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadGateway)
+			return
+		}
+		defer resp.Body.Close()
+		w.WriteHeader(resp.StatusCode)
+		io.Copy(w, resp.Body)
+	}))
+
+	w := httptest.NewRecorder()
+	edge.ServeHTTP(w, httptest.NewRequest("GET", "/", nil))
+	fmt.Print(w.Body)
+	// Output: the ledger has a deadline: true within 2 s: true
+}
+
+func ExampleNewTransport() {
+	transport, err := stint.NewTransport(stint.Config{
+		Base:    answers(503, 200), // yours: an *http.Transport, or nothing
+		Timeout: 2 * time.Second,
+		Backoff: quick,
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	client := &http.Client{Transport: transport}
+
+	resp, err := client.Get("http://ledger/")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer resp.Body.Close()
+	fmt.Println(resp.Status)
+	// Output: 200 OK
+}
+
+// Wrong: this expects a POST to be retried. The key that stint makes names the
+// operation, but who says that the peer looks at it? So the 503 comes back as
+// it is, and the Outcome says why.
+//
+// Right, where the peer does dedupe: the caller's own key is a promise that the
+// request may be repeated under it.
+func ExampleTransport() {
+	transport, err := stint.NewTransport(stint.Config{Base: answers(503), Backoff: quick})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	client := &http.Client{Transport: transport}
+
+	post := func(o stint.Override) {
+		var outcome stint.Outcome
+		o.Outcome = &outcome
+		ctx := stint.WithOverride(context.Background(), o)
+		req, err := http.NewRequestWithContext(ctx, "POST", "http://payments/charges", strings.NewReader("amount=1"))
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		resp, err := client.Do(req)
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		defer resp.Body.Close()
+		fmt.Printf("%d, attempts: %d, reason: %s\n", resp.StatusCode, outcome.Attempts, outcome.Reason)
+	}
+	post(stint.Override{})
+	post(stint.Override{IdempotencyKey: "order-17", MaxAttempts: 2})
+	// Output:
+	// 503, attempts: 1, reason: not_idempotent
+	// 503, attempts: 2, reason: attempts
+}
+
+func ExampleNewMiddleware() {
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{Service: "orders", Timeout: 2 * time.Second})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	handler := middleware.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprint(w, "served")
+	}))
+
+	w := httptest.NewRecorder()
+	handler.ServeHTTP(w, httptest.NewRequest("GET", "/", nil))
+	fmt.Println(w.Code, w.Body)
+
+	late := httptest.NewRequest("GET", "/", nil)
+	late.Header.Set(stint.HeaderDeadline, "1") // a millisecond into 1970
+	w = httptest.NewRecorder()
+	handler.ServeHTTP(w, late)
+	fmt.Println(w.Code, w.Header().Get(stint.HeaderDeadlineExpired), w.Header().Get(stint.HeaderShouldRetry))
+	// Output:
+	// 200 served
+	// 504 1 false
+}
+
+// Adopt is for routers that are not made of http.Handlers, and for tests.
+func ExampleMiddleware_Adopt() {
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for _, deadline := range []time.Time{time.Now().Add(time.Minute), time.Now().Add(-time.Minute)} {
+		r := httptest.NewRequest("GET", "/", nil)
+		r.Header.Set(stint.HeaderDeadline, fmt.Sprint(deadline.UnixMilli()))
+
+		r, cancel, err := middleware.Adopt(r)
+		var refused *stint.Error
+		if errors.As(err, &refused) {
+			fmt.Println("refuse it:", refused.Reason)
+		} else {
+			_, ok := r.Context().Deadline()
+			fmt.Println("serve it, with a deadline:", ok)
+		}
+		cancel()
+	}
+	// Output:
+	// serve it, with a deadline: true
+	// refuse it: expired
+}
+
+// An Override is for the requests of one context. A zero field keeps what an
+// outer Override, or the Config, says.
+func ExampleWithOverride() {
+	base := func(r *http.Request) (*http.Response, error) {
+		fmt.Println("attempt with key", r.Header["idempotency-key"])
+		return answers(503)(r)
+	}
+	transport, err := stint.NewTransport(stint.Config{Base: peer(base), Backoff: quick})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	ctx := stint.WithOverride(context.Background(), stint.Override{IdempotencyKey: "order-17"})
+	ctx = stint.WithOverride(ctx, stint.Override{MaxAttempts: 2})
+
+	req, err := http.NewRequestWithContext(ctx, "POST", "http://payments/charges", nil)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	resp, err := transport.RoundTrip(req)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	resp.Body.Close()
+	// Output:
+	// attempt with key [order-17]
+	// attempt with key [order-17]
+}
+
+// A handler starts work that goes on when its request is over.
+// context.WithoutCancel is not enough: calls made with it still carry the
+// deadline that was adopted. Detach leaves that behind too.
+func ExampleDetach() {
+	transport, err := stint.NewTransport(stint.Config{Base: peer(func(r *http.Request) (*http.Response, error) {
+		fmt.Println("the peer is told a deadline:", r.Header.Get(stint.HeaderDeadline) != "")
+		return answers(200)(r)
+	})})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	call := func(ctx context.Context) {
+		req, err := http.NewRequestWithContext(ctx, "GET", "http://audit/", nil)
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		if resp, err := transport.RoundTrip(req); err == nil {
+			resp.Body.Close()
+		}
+	}
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{Timeout: time.Minute})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	handler := middleware.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		call(context.WithoutCancel(r.Context()))
+		call(stint.Detach(r.Context()))
+	}))
+	handler.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest("GET", "/", nil))
+	// Output:
+	// the peer is told a deadline: true
+	// the peer is told a deadline: false
+}
+
+// All that is wrong is reported at once, and nothing is silently corrected.
+func ExampleConfig_invalid() {
+	_, err := stint.NewTransport(stint.Config{
+		MaxAttempts: -1,
+		Budget:      stint.BudgetConfig{Ratio: 1.5},
+		Backoff:     stint.Backoff{Base: -time.Second},
+	})
+	fmt.Println(err)
+
+	var first *stint.ConfigError
+	if errors.As(err, &first) {
+		fmt.Println(first.Field, "is", first.Value)
+	}
+	// Output:
+	// stint: Config.MaxAttempts = -1: must be at least 1, or 0 for the default
+	// stint: Config.Budget.Ratio = 1.5: must be in (0, 1], 0 for the default, or negative for the floor alone
+	// stint: Config.Backoff.Base = -1s: must not be negative; 0 is the default
+	// Config.MaxAttempts is -1
+}
+
+// What stint ended is an *Error, and what the deadline ended is
+// context.DeadlineExceeded, through the *url.Error of http.Client too.
+func ExampleError() {
+	transport, err := stint.NewTransport(stint.Config{Base: peer(func(r *http.Request) (*http.Response, error) {
+		<-r.Context().Done() // a peer that does not answer
+		return nil, r.Context().Err()
+	})})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, "GET", "http://ledger/", nil)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	_, err = (&http.Client{Transport: transport}).Do(req)
+
+	fmt.Println("deadline:", errors.Is(err, context.DeadlineExceeded))
+	var timeout interface{ Timeout() bool }
+	fmt.Println("timeout:", errors.As(err, &timeout) && timeout.Timeout())
+	var ended *stint.Error
+	if errors.As(err, &ended) {
+		fmt.Printf("%s, attempts: %d, reason: %s\n", ended.Peer, ended.Attempts, ended.Reason)
+	}
+	// Output:
+	// deadline: true
+	// timeout: true
+	// ledger:80, attempts: 1, reason: deadline
+}
