@@ -24,7 +24,9 @@ const (
 // requests that succeeded: successes alone pay for a storm when a stalled peer
 // flushes its queue, requests alone go on paying through an outage. Besides
 // that, retries take turns that lie apart, so that no single second gets more
-// than its share: at 100 requests a second and the defaults, 110 attempts.
+// than its share: at 100 requests a second and the defaults, 110 attempts. A
+// caller of few requests gets one turn a second: its second retry in a row waits
+// about a second, if the deadline and MaxWait let it.
 type BudgetConfig struct {
 	// Ratio is the share of the credit, in (0, 1]. 0: DefaultBudgetRatio.
 	// Negative: no credit, the floor alone.
@@ -37,7 +39,7 @@ type BudgetConfig struct {
 	// DefaultBudgetMinPerSecond, which is 3 in 10 s. Negative: no floor.
 	MinPerSecond float64
 	// PeakFactor, at least 1, lets turns lie that many times closer together
-	// than the ratio alone would have them. 0: DefaultBudgetPeakFactor, the
+	// than the ratio alone would have them; those of the floor do not change. 0: DefaultBudgetPeakFactor, the
 	// strict ceiling in every second. 3 rescues nearly all of a blip of 0.3 s,
 	// at a peak of 129 instead of 110.
 	PeakFactor float64

@@ -133,7 +133,7 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 	if adopted != nil {
 		tighten(adopted.e.Sub(now))
 	}
-	if len(c.req.Header) == 0 || c.arrival != nil && c.arrival.distrust {
+	if len(c.req.Header) == 0 || c.arrival != nil && (c.arrival.distrust || c.arrival.reportOnly) {
 		return adopted
 	}
 	if adopted == nil {

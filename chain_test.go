@@ -413,6 +413,8 @@ func TestReverseProxyLowersTheDeadline(t *testing.T) {
 		{name: "behind the middleware, raised", mw: &MiddlewareConfig{}, lower: -time.Hour, want: 2997 * time.Millisecond},
 		{name: "behind the middleware, unusable", mw: &MiddlewareConfig{}, sent: "soon"},
 		{name: "behind a public edge", mw: &MiddlewareConfig{TrustHeader: func(*http.Request) bool { return false }}},
+		{name: "behind one that only reports", mw: &MiddlewareConfig{ReportOnly: true}},
+		{name: "behind one that only reports, expired", mw: &MiddlewareConfig{ReportOnly: true}, sent: "1"},
 		{name: "behind a public edge with a timeout", mw: &MiddlewareConfig{Timeout: 2 * time.Second, TrustHeader: func(*http.Request) bool { return false }}, want: 1997 * time.Millisecond},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

@@ -20,15 +20,16 @@ type (
 // and the request's body is closed.
 type Override struct {
 	MaxAttempts    int           // counts the first attempt: 1 is no retry
-	AttemptTimeout time.Duration // negative: none
-	Reserve        time.Duration // > 0
+	AttemptTimeout time.Duration // as in Config; negative: none
+	Reserve        time.Duration // as in Config: in (0, 10 s]
 	// IdempotencyKey is the caller's promise that the request may be repeated
 	// under this key: 1 to 255 visible ASCII characters. It takes the place of
 	// a key in the header.
 	IdempotencyKey string
 	Keys           KeyPolicy
-	// Outcome is filled in before RoundTrip returns. It is for one request at
-	// a time; on a redirect, the next hop overwrites it.
+	// Outcome is filled in before RoundTrip returns, unless it returns a
+	// *ConfigError. It is for one request at a time; on a redirect, the next
+	// hop overwrites it.
 	Outcome *Outcome
 }
 
@@ -85,8 +86,9 @@ func (o *Override) validate() error {
 // or quoted, 1 to 255 visible ASCII characters. ok is false where the request
 // has none that is usable, or did not pass the middleware.
 //
-// The key names the caller's operation. Do not send it on as the key of calls
-// that the handler makes: two of them would share it.
+// The key names the caller's operation; one that a Transport made names just one
+// request, and nobody has promised that it may be repeated. Do not send it on as
+// the key of calls that the handler makes: two of them would share it.
 func IdempotencyKey(ctx context.Context) (key string, ok bool) {
 	a := arrivalFrom(ctx)
 	if a == nil || a.key == "" {
@@ -113,9 +115,11 @@ type arrival struct {
 	key      string    // idempotency key, "" for none
 	deadline *deadline // adopted; nil: none
 	distrust bool      // TrustHeader said no: a copied header means nothing
-	detached bool
-	over     atomic.Bool // the upgrade is done: the deadline was for the handshake
-	note     note
+	// reportOnly: nothing may come of the header, copied or not.
+	reportOnly bool
+	detached   bool
+	over       atomic.Bool // the upgrade is done: the deadline was for the handshake
+	note       note
 }
 
 func arrivalFrom(ctx context.Context) *arrival {

@@ -64,7 +64,8 @@ func (e *Error) Timeout() bool {
 }
 
 // Is reports whether target is [context.DeadlineExceeded] and the deadline is
-// what ended the request.
+// what ended the request. [errors.Is] finds it in Err as well where AttemptTimeout
+// ended the last attempt, whatever the Reason why there was no other.
 func (e *Error) Is(target error) bool {
 	return target == context.DeadlineExceeded && (e.Reason == ReasonDeadline || e.Reason == ReasonExpired)
 }

@@ -60,11 +60,11 @@ type Event struct {
 	Reason     Reason        // EventRefused, EventDone: see Reason
 	Peer       string        // client side: the budget's key
 	Service    string        // server side: MiddlewareConfig.Service
-	DeadlineMS int64         // the deadline in force, Unix milliseconds; client side: as sent; 0: none
-	Remaining  time.Duration // until the deadline; 0 without one
+	DeadlineMS int64         // the deadline in force, Unix milliseconds; client side: as sent, after the reserve; 0: none
+	Remaining  time.Duration // until our own deadline, before the reserve; negative once it has passed; 0 without one
 	Wait       time.Duration // EventRetry: backoff and Retry-After; the wait for a turn is not known yet
-	Took       time.Duration
-	Attempt    int // counts from 1
-	Status     int // 0: no answer
+	Took       time.Duration // of the attempt for EventAttemptDone, else since the request began or arrived
+	Attempt    int           // counts from 1
+	Status     int           // 0: no answer
 	Err        error
 }

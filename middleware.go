@@ -97,6 +97,8 @@ type MiddlewareConfig struct {
 	// header states, time left and what would have been refused are counted and
 	// reported to Hook. The request's context gets no deadline, neither do the
 	// calls the handler makes, no answer of ours is written and none is marked.
+	// So a deadline ends here: a header that a reverse proxy copies is removed
+	// by the transport, which would otherwise act on it.
 	ReportOnly bool
 
 	// Hook, if not nil, gets EventArrived, EventExpired and EventServed. It is
@@ -170,8 +172,10 @@ var errZeroMiddleware = errors.New("stint: Middleware was not made with stint.Ne
 // of WriteHeader, Write, WriteString, ReadFrom, Flush and Hijack is an answer,
 // an informational status (1xx) other than 101 is not. A client that has left
 // is sent nothing. A [net/http/httputil.ReverseProxy] answers 502 when its call
-// ends at the deadline, unless its ErrorHandler writes nothing for
-// [context.DeadlineExceeded]: then that, too, is the 504.
+// ends at the deadline, unless its ErrorHandler writes nothing where the context
+// of the request itself, not the error, is past its deadline: then that, too, is
+// the 504. An error that is a timeout of the transport's own it has to answer
+// itself, as net/http makes a 200 of an answer that was never written.
 //
 // When next answers 502, 503 or 504 after calls that it made through a
 // [Transport] failed in a way that retries from above can only multiply, the
@@ -359,6 +363,9 @@ func (x *exchange) adopt(r *http.Request, now, wall time.Time) headerState {
 		}
 	} else {
 		x.distrust = true
+		if len(headerLines(r.Header, HeaderDeadline)) == 0 {
+			state = stateAbsent // nothing there to distrust
+		}
 	}
 	if d == nil {
 		// The outer deadline goes on to hold, by the number that it came with:
@@ -403,6 +410,9 @@ func (x *exchange) adopt(r *http.Request, now, wall time.Time) headerState {
 	}
 	if cfg.ReportOnly {
 		x.armed, x.hidden = false, outer != nil
+		// A proxy copies the header, and its transport would refuse by it what
+		// this mode only counts.
+		x.reportOnly = true
 		return state
 	}
 	x.deadline = d

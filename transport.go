@@ -138,9 +138,13 @@ func (c Config) check() error {
 	return errs.join()
 }
 
-// A Transport is an [http.RoundTripper] that sends the caller's deadline and an
-// idempotency key with every request, and retries what is safe to retry, within
-// a budget for each peer and within the deadline.
+// A Transport is an [http.RoundTripper] that sends the caller's deadline, gives
+// POST and PATCH an idempotency key, and retries what is safe to retry, within a
+// budget for each peer and within the deadline.
+//
+// The deadline is the earliest of the context's, of Config.Timeout, of the one
+// that the middleware adopted for the request being served, and of a deadline
+// header that the request itself carries, as a reverse proxy's copy does.
 //
 // It keeps the contract of RoundTripper: it does not modify the request, and if
 // there is a response it is returned with a nil error. It starts no goroutine
@@ -182,7 +186,9 @@ var errZeroTransport = errors.New("stint: zero Transport: use stint.NewTransport
 //
 // A response that exists is returned with a nil error, the last one if there
 // were several. An error that only the base decided is returned as it is; where
-// stint ended the request, the error is an [*Error].
+// stint ended the request, because time ran out or the caller left while a retry
+// waited, the error is an [*Error]. A retry that is refused after an error of the
+// base returns that error: why is in the Outcome, the hook and the metrics.
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	c, err := t.begin(req)
 	if err != nil {
