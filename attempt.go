@@ -2,6 +2,7 @@ package stint
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"io"
 	"net/http"
@@ -40,10 +41,12 @@ func (c *call) send(body io.ReadCloser) result {
 
 	ctx := c.bound
 	stop := func() {}
-	if c.opts.AttemptTimeout > 0 {
-		var cancel context.CancelCauseFunc
+	var cancel context.CancelCauseFunc
+	if c.opts.AttemptTimeout > 0 || c.traced && !c.repeatable && !hasBody(c.req) {
 		ctx, cancel = context.WithCancelCause(ctx)
 		c.cancelAttempt = func() { cancel(context.Canceled) }
+	}
+	if c.opts.AttemptTimeout > 0 {
 		// The timer ends with the headers, so that it does not cut the body: a
 		// context with a timeout would.
 		timer := time.AfterFunc(c.opts.AttemptTimeout, func() { cancel(causeAttemptTimeout) })
@@ -57,11 +60,15 @@ func (c *call) send(body io.ReadCloser) result {
 	var trace *wireTrace
 	if c.traced {
 		trace = new(wireTrace)
+		if !c.repeatable {
+			trace.allowed = int32(max(1, c.opts.MaxAttempts-1) - c.resends - (c.attempts - 1))
+			trace.cancel = cancel
+		}
 		ctx = trace.attach(ctx)
 	}
 	out := c.req.WithContext(ctx)
 	out.Header = c.header(sent)
-	c.setBody(out, body)
+	c.setBody(out, body, trace)
 
 	if c.attempts == 1 {
 		c.peer.budget.request(sent)
@@ -82,11 +89,13 @@ func (c *call) send(body io.ReadCloser) result {
 		resp.Body.Close()
 		r.resp = nil
 	}
+	if trace != nil {
+		resends := int(trace.resends.Load())
+		c.resends += resends
+		c.peer.metrics.resent(resends)
+	}
 	c.judge(&r, ended, trace)
 	c.learn(&r, ended, ended.Sub(sent))
-	if trace != nil {
-		c.peer.metrics.resent(int(trace.resends.Load()))
-	}
 	if c.t.cfg.Hook != nil {
 		c.emit(Event{Kind: EventAttemptDone, Remaining: c.remaining(ended), Took: ended.Sub(sent), Status: r.status(), Err: r.err})
 	}
@@ -159,11 +168,11 @@ func isFleetHeader(k string) bool {
 	return false
 }
 
-// setBody gives the attempt its body, guarded where another attempt may follow.
-func (c *call) setBody(out *http.Request, body io.ReadCloser) {
+// setBody gives the attempt its body, guarded where it may be sent again.
+func (c *call) setBody(out *http.Request, body io.ReadCloser, trace *wireTrace) {
 	out.Body = body
 	c.bodies = nil
-	if body == nil || body == http.NoBody || c.opts.MaxAttempts == 1 || !replayable(c.req) {
+	if !hasBody(c.req) || !replayable(c.req) || c.opts.MaxAttempts == 1 && c.repeatable {
 		return
 	}
 	bodies := new(requestBodies)
@@ -172,6 +181,9 @@ func (c *call) setBody(out *http.Request, body io.ReadCloser) {
 	// net/http rewinds by itself where nothing was written or an HTTP/2 peer
 	// refused the stream. Without GetBody those requests would fail.
 	out.GetBody = func() (io.ReadCloser, error) {
+		if trace.exhausted() {
+			return nil, errResends
+		}
 		fresh, err := c.req.GetBody()
 		if err != nil {
 			return nil, err
@@ -276,18 +288,42 @@ func (r *result) failure() error {
 
 // A wireTrace sees whether anything of an attempt was written. Its hooks may run
 // on other goroutines.
+//
+// It also bounds what net/http sends again by itself, where that is not safe: on
+// HTTP/2 it repeats any request that the peer refused, or reset with
+// PROTOCOL_ERROR, which a peer can do after it has executed it, and as often as
+// the peer likes. On HTTP/1 it repeats unsafe requests only if nothing was
+// written. One repetition is always left to it: a server that shuts down
+// gracefully needs it, and plain net/http would not fail there.
 type wireTrace struct {
-	asked, got, wrote atomic.Bool
-	resends           atomic.Int32 // connections that net/http took after it had written
+	asked, got, wrote, h2 atomic.Bool
+	resends               atomic.Int32 // connections that net/http took after it had written
+
+	allowed int32                   // resends on HTTP/2; not used where cancel is nil and the request has no body
+	cancel  context.CancelCauseFunc // ends an attempt without a body, whose resends do not ask for one
+}
+
+var errResends = errors.New("stint: net/http was to send the request again on HTTP/2: MaxAttempts is used up")
+
+// exhausted reports whether net/http may not send the request again.
+func (w *wireTrace) exhausted() bool {
+	return w != nil && w.h2.Load() && w.wrote.Load() && w.resends.Load() >= w.allowed
 }
 
 func (w *wireTrace) attach(ctx context.Context) context.Context {
 	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
 		GetConn: func(string) { w.asked.Store(true) },
-		GotConn: func(httptrace.GotConnInfo) {
+		GotConn: func(info httptrace.GotConnInfo) {
+			if w.cancel != nil && w.exhausted() {
+				w.cancel(errResends)
+				return
+			}
 			w.got.Store(true)
 			if w.wrote.Load() {
 				w.resends.Add(1)
+			}
+			if conn, ok := info.Conn.(*tls.Conn); ok && conn.ConnectionState().NegotiatedProtocol == "h2" {
+				w.h2.Store(true)
 			}
 		},
 		WroteHeaders: func() { w.wrote.Store(true) },

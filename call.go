@@ -36,6 +36,7 @@ type call struct {
 	handedOver    bool // the contexts end with the answer's body
 
 	attempts int
+	resends  int            // by net/http itself, within the attempts
 	held     bool           // the answer in hand counts in peer.held
 	bodies   *requestBodies // of the latest attempt; nil: none to guard
 }
@@ -68,9 +69,9 @@ func (t *Transport) begin(req *http.Request) (*call, error) {
 	} else {
 		c.foreign = leftFirstHost(req)
 	}
-	c.key = chooseKey(req, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
+	c.key = chooseKey(req, c.arrival, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
 	c.repeatable = idempotent(req.Method) && len(req.Header["Upgrade"]) == 0
-	c.traced = t.cfg.CountResends || c.opts.MaxAttempts > 1 && !c.repeatable && !c.key.permits(c.opts.Keys, nil) && replayable(req)
+	c.traced = t.cfg.CountResends || !c.repeatable && replayable(req)
 
 	name := ""
 	if t.cfg.Peer != nil {
@@ -158,7 +159,7 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 // yet.
 func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused Reason) {
 	switch {
-	case c.attempts >= c.opts.MaxAttempts:
+	case c.attempts >= c.opts.MaxAttempts, !c.repeatable && c.attempts+c.resends >= c.opts.MaxAttempts:
 		return 0, ReasonAttempts
 	case !replayable(c.req):
 		return 0, ReasonNotReplayable
@@ -249,7 +250,7 @@ func (c *call) legacyCanceled() bool {
 
 // rewind returns the body of the next attempt.
 func (c *call) rewind() (io.ReadCloser, error) {
-	if c.req.Body == nil || c.req.Body == http.NoBody {
+	if !hasBody(c.req) {
 		return c.req.Body, nil
 	}
 	return c.req.GetBody()

@@ -22,7 +22,8 @@ const maxKey = 255
 
 // A KeyPolicy says whether stint makes idempotency keys, and what one that it
 // made permits. A key that the caller set is the caller's promise and always
-// permits repeating the request. The zero value is KeysAuto in a Config and
+// permits repeating the request; one that a reverse proxy copied from the request
+// it serves is as one that stint made. The zero value is KeysAuto in a Config and
 // inherits in an Override.
 type KeyPolicy int
 
@@ -71,14 +72,22 @@ type requestKey struct {
 	injected bool   // we made it, now or on the hop before
 	override bool   // it came from Override.IdempotencyKey
 	promise  bool   // the caller's: repeating the request is allowed
+	copied   bool   // a proxy's copy of what arrived: nobody here knows whose promise it is, if any
 }
 
-// chooseKey decides on the key of a request. It does not change the request.
-func chooseKey(req *http.Request, override string, policy KeyPolicy, foreign bool) requestKey {
+// chooseKey decides on the key of a request, which is made for the arrival served
+// if that is not nil. It does not change the request.
+func chooseKey(req *http.Request, served *arrival, override string, policy KeyPolicy, foreign bool) requestKey {
 	if override != "" && !safeHop(req) {
 		return requestKey{value: override, override: true, promise: true}
 	}
 	if value, found := callersKey(req.Header); found {
+		// A copied key may have been made by the transport of whoever called the
+		// proxy, which promises nothing. RequestURI is only set on requests that
+		// a server has received, and httputil.ReverseProxy leaves it in place.
+		if req.RequestURI != "" || served != nil && served.key != "" && served.key == value {
+			return requestKey{value: value, copied: true}
+		}
 		return requestKey{value: value, promise: true}
 	}
 	if policy == KeysOff || foreign || (req.Method != http.MethodPost && req.Method != http.MethodPatch) {
@@ -170,7 +179,7 @@ func (k requestKey) apply(h http.Header, method string, std bool) {
 	case k.injected, k.override:
 		deleteKeys(h)
 		h[unreplayed(HeaderIdempotencyKey)] = []string{k.value}
-	case k.promise:
+	case k.promise, k.copied:
 		collapse(h, HeaderIdempotencyKey, std && !idempotent(method))
 		collapse(h, headerXIdempotencyKey, std && !idempotent(method))
 	}
@@ -213,12 +222,12 @@ func (k requestKey) permits(policy KeyPolicy, resp *http.Response) bool {
 	switch {
 	case k.promise:
 		return true
-	case !k.injected:
+	case !k.injected && !k.copied:
 		return false
 	case policy == KeysHonoured:
 		return true
 	}
-	return resp != nil && resp.Header.Get(HeaderIdempotencyKey) == k.value
+	return resp != nil && k.value != "" && resp.Header.Get(HeaderIdempotencyKey) == k.value
 }
 
 // idempotent reports whether a method is idempotent by its definition (RFC 9110
@@ -232,6 +241,6 @@ func idempotent(method string) bool {
 }
 
 // replayable reports whether the body can be sent again.
-func replayable(req *http.Request) bool {
-	return req.Body == nil || req.Body == http.NoBody || req.GetBody != nil
-}
+func replayable(req *http.Request) bool { return !hasBody(req) || req.GetBody != nil }
+
+func hasBody(req *http.Request) bool { return req.Body != nil && req.Body != http.NoBody }
