@@ -31,7 +31,7 @@ type result struct {
 func (r *result) final() bool { return r.verdict == done || r.verdict == terminal }
 
 // send makes one attempt. The request it hands to the base is a copy with a
-// header map of its own; the caller's stays as it is, whatever the base does.
+// header of its own, down to the values.
 func (c *call) send(body io.ReadCloser) result {
 	sent := c.start
 	if c.attempts > 0 {
@@ -84,11 +84,15 @@ func (c *call) send(body io.ReadCloser) result {
 	ended := time.Now()
 	resp, err = mend(resp, err, out)
 	r := result{resp: resp, err: err, cut: context.Cause(ctx) == causeAttemptTimeout}
-	if r.cut && resp != nil {
-		// The headers came as the timer fired: the body would end in an error.
-		resp.Body.Close()
-		r.resp = nil
+	if r.cut {
+		if resp != nil {
+			// The headers came as the timer fired: the body would end in an error.
+			resp.Body.Close()
+			r.resp, r.err = nil, causeAttemptTimeout
+		}
+		r.err = &cutError{r.err}
 	}
+	c.inHand = r.resp
 	if trace != nil {
 		resends := int(trace.resends.Load())
 		c.resends += resends
@@ -230,13 +234,10 @@ func (c *call) judge(r *result, now time.Time, trace *wireTrace) {
 		r.err = c.error(ReasonDeadline, join(context.DeadlineExceeded, r.err))
 	case c.legacyCanceled():
 		r.verdict, r.reason = terminal, ReasonCanceled
-	case c.bodies.failed() != nil:
+	case !r.cut && c.bodies.failed() != nil:
 		r.verdict = terminal // the caller's own body failed, not the peer
 	default:
 		r.verdict = classifyError(r.err, trace.unsent(r.cut))
-		if r.cut {
-			r.err = &cutError{r.err}
-		}
 	}
 }
 

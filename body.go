@@ -16,27 +16,31 @@ const (
 	maxKept = 16 << 10
 	// maxHeld is how many longer answers of one peer waiting retries hold open.
 	maxHeld = 64
-	// bodyPatience is how long we wait for an answer to be read into memory.
+	// bodyPatience is how long we wait for a body: for an answer to be read into
+	// memory, and for the base to be done with the request's.
 	bodyPatience = 50 * time.Millisecond
-	// turnPatience is how long we wait, once a turn has come, for a long answer
-	// to be drained, and again for the base to come out of a Read of the
-	// request's body. The two together stay within the slack between turns, so
-	// that a peer that trickles cannot push retries into one second.
-	turnPatience = 20 * time.Millisecond
+	// drainPatience is how long we wait, once a turn has come, for a long answer
+	// to be drained. It stays within the slack between turns, so that a peer that
+	// trickles cannot push retries into one second.
+	drainPatience = 20 * time.Millisecond
 )
 
 // A requestBodies holds the bodies that one attempt has handed to the base: one,
 // and those that net/http gets for resends of its own. net/http may still be
 // inside Read of a body when its answer has arrived and was closed, and the next
 // attempt's body may share a source with it; so no attempt begins before the
-// one before it is sealed. Safe for concurrent use.
+// bodies of the one before it are settled. Safe for concurrent use.
 type requestBodies struct {
 	mu      sync.Mutex
 	bodies  []*requestBody // guarded by mu
+	open    int            // guarded by mu: bodies that the base has not closed
 	reading int            // guarded by mu: Reads that run now
-	sealing chan struct{}  // guarded by mu: closed when seal may go on
-	sealed  bool           // guarded by mu
-	readErr error          // guarded by mu: the first error of the caller's own body
+	sealed  bool           // guarded by mu: no Read may begin
+	// settling, guarded by mu, is closed once the bodies are settled; nil: nobody
+	// waits for it. seal is how they are to be.
+	settling chan struct{}
+	seal     bool
+	readErr  error // guarded by mu: the first error of the caller's own body
 }
 
 func (b *requestBodies) add(rc io.ReadCloser) io.ReadCloser {
@@ -47,41 +51,60 @@ func (b *requestBodies) add(rc io.ReadCloser) io.ReadCloser {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.bodies = append(b.bodies, body)
+	b.open++
 	return body
 }
 
-// seal ends the base's use of the bodies: they are closed if the base has not,
-// and no Read reaches the caller's reader any more. It waits a moment for a Read
-// that runs, and reports false if that does not come back.
-func (b *requestBodies) seal(ctx context.Context) bool {
+// settled waits a moment until the base has closed the bodies and no Read of them
+// runs. With seal it need not close them: once no Read runs, no other reaches the
+// caller's reader, and what the base has not closed is closed. It reports false
+// if a Read, or without seal the base, takes longer; nothing is sealed then.
+func (b *requestBodies) settled(ctx context.Context, seal bool) bool {
 	if b == nil {
 		return true
 	}
 	b.mu.Lock()
-	if b.reading > 0 {
-		sealing := make(chan struct{})
-		b.sealing = sealing
+	if !b.settleLocked(seal) {
+		settled := make(chan struct{})
+		b.settling, b.seal = settled, seal
 		b.mu.Unlock()
-		patience := time.NewTimer(turnPatience)
+		patience := time.NewTimer(bodyPatience)
 		defer patience.Stop()
 		select {
-		case <-sealing:
+		case <-settled:
 		case <-patience.C:
 		case <-ctx.Done():
 		}
 		b.mu.Lock()
-		b.sealing = nil
-	} else {
-		b.sealed = true
+		b.settling = nil
 	}
-	sealed, bodies := b.sealed, b.bodies
+	ok, bodies := b.sealed, b.bodies
 	b.mu.Unlock()
-	if sealed {
+	if ok {
 		for _, body := range bodies {
 			body.Close()
 		}
 	}
-	return sealed
+	return ok
+}
+
+// settleLocked reports whether the next attempt may begin, and if so lets no other
+// Read begin.
+func (b *requestBodies) settleLocked(seal bool) bool {
+	if b.reading > 0 || !seal && b.open > 0 {
+		return false
+	}
+	b.sealed = true
+	return true
+}
+
+// changedLocked is called when open or reading has fallen. It settles here, under
+// the lock, and not where that is waited for: another Read would begin in between.
+func (b *requestBodies) changedLocked() {
+	if b.settling != nil && b.settleLocked(b.seal) {
+		close(b.settling)
+		b.settling = nil
+	}
 }
 
 // failed returns the error with which the caller's own body failed, if it did.
@@ -118,10 +141,7 @@ func (r *requestBody) Read(p []byte) (int, error) {
 	if err != nil && err != io.EOF && b.readErr == nil && !r.closed.Load() {
 		b.readErr = err
 	}
-	if b.reading == 0 && b.sealing != nil && !b.sealed {
-		b.sealed = true // here, under the lock: no other Read can begin in between
-		close(b.sealing)
-	}
+	b.changedLocked()
 	return n, err
 }
 
@@ -130,7 +150,12 @@ func (r *requestBody) Close() error {
 	if !r.closed.CompareAndSwap(false, true) {
 		return nil
 	}
-	return r.rc.Close()
+	err := r.rc.Close()
+	r.of.mu.Lock()
+	defer r.of.mu.Unlock()
+	r.of.open--
+	r.of.changedLocked()
+	return err
 }
 
 // closeBody closes the body of a request that is not sent.
@@ -143,29 +168,24 @@ func closeBody(req *http.Request) {
 // A keptBody is an answer's body that was read while a retry waited. It ends as
 // the reading did: with io.EOF, or with the error that cut it.
 type keptBody struct {
-	bytes.Reader
+	data   bytes.Reader // not embedded: its other methods end with io.EOF
 	end    error
-	closed bool
+	closed atomic.Bool
 }
 
 func (k *keptBody) Read(p []byte) (int, error) {
-	if k.closed {
+	if k.closed.Load() {
 		return 0, http.ErrBodyReadAfterClose
 	}
-	n, err := k.Reader.Read(p)
+	n, err := k.data.Read(p)
 	if err == io.EOF {
 		err = k.end
 	}
 	return n, err
 }
 
-// WriteTo hides the reader's own, which ends without the error.
-func (k *keptBody) WriteTo(w io.Writer) (int64, error) {
-	return io.Copy(w, struct{ io.Reader }{k})
-}
-
 func (k *keptBody) Close() error {
-	k.closed = true
+	k.closed.Store(true)
 	return nil
 }
 
@@ -205,7 +225,7 @@ func keep(resp *http.Response) bool {
 		err = io.ErrUnexpectedEOF
 	}
 	kept := &keptBody{end: err}
-	kept.Reset(data)
+	kept.data.Reset(data)
 	resp.Body = kept
 	return true
 }

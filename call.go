@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math"
 	"net/http"
 	"time"
 )
@@ -35,9 +36,11 @@ type call struct {
 	cancelAttempt context.CancelFunc
 	handedOver    bool // the contexts end with the answer's body
 
+	turn     time.Time // when the turn taken last is due
 	attempts int
 	resends  int            // by net/http itself, within the attempts
-	held     bool           // the answer in hand counts in peer.held
+	inHand   *http.Response // the answer that nobody has closed or returned yet
+	held     bool           // it counts in peer.held
 	bodies   *requestBodies // of the latest attempt; nil: none to guard
 }
 
@@ -49,6 +52,9 @@ func (t *Transport) begin(req *http.Request) (*call, error) {
 	}
 	c := &call{t: t, req: req, ctx: req.Context(), start: time.Now()}
 	if o, ok := c.ctx.Value(overrideKey{}).(*Override); ok {
+		if o.Outcome != nil {
+			*o.Outcome = Outcome{} // whatever an earlier request left there
+		}
 		if err := o.validate(); err != nil {
 			return nil, err
 		}
@@ -134,7 +140,7 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 	if adopted != nil {
 		tighten(adopted.e.Sub(now))
 	}
-	if len(c.req.Header) == 0 || c.arrival != nil && (c.arrival.distrust || c.arrival.reportOnly) {
+	if len(c.req.Header) == 0 || c.arrival != nil && c.arrival.mute() {
 		return adopted
 	}
 	if adopted == nil {
@@ -176,6 +182,9 @@ func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused R
 		}
 		wait = hint
 	}
+	if wait > longest {
+		return 0, ReasonRetryAfter // MaxRetryAfter sets no bound, but a duration has one
+	}
 	wait += c.t.cfg.Backoff.delay(c.attempts, c.t.jitter())
 	latest := c.latest(now)
 	if !latest.IsZero() && !now.Add(wait).Before(latest) {
@@ -190,6 +199,9 @@ func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused R
 	}
 	return wait, ""
 }
+
+// longest is the longest wait that can be added to others without overflow.
+const longest = math.MaxInt64 / 4
 
 // latest returns the time before which an attempt has to start so that it can end
 // in time; zero: there is no deadline.
@@ -248,6 +260,11 @@ func (c *call) legacyCanceled() bool {
 	}
 }
 
+// settle waits until the base is done with the bodies of the last attempt. An
+// answer that is still on its connection may need the upload to go on, so that is
+// left alone; behind an answer in memory, or an error, it is ended.
+func (c *call) settle() bool { return c.bodies.settled(c.bound, !c.held) }
+
 // rewind returns the body of the next attempt.
 func (c *call) rewind() (io.ReadCloser, error) {
 	if !hasBody(c.req) {
@@ -266,25 +283,46 @@ func closeUnsent(body io.ReadCloser) {
 // takeTurn takes a turn from the budget and waits for it. ReasonCanceled: the
 // wait was cut short. The turn is then spent, and no more than it.
 func (c *call) takeTurn() Reason {
-	now := time.Now()
-	wait, refused := c.peer.budget.take(now, c.latest(now))
-	if refused != "" {
-		c.noteRefusal(now, refused)
-		return refused
-	}
-	c.peer.metrics.budgetUsed(now, c.peer.budget.utilisation(now))
-	if wait <= 0 {
+	for {
+		now := time.Now()
+		wait, refused := c.peer.budget.take(now, c.latest(now))
+		if refused != "" {
+			c.noteRefusal(now, refused)
+			return refused
+		}
+		c.turn = now.Add(wait)
+		c.peer.metrics.budgetUsed(now, c.peer.budget.utilisation(now))
+		if wait <= 0 {
+			return ""
+		}
+		if !c.sleep(wait) {
+			return ReasonCanceled
+		}
+		now = time.Now()
+		if c.overdue(now) {
+			continue
+		}
+		// The peer may have slowed down meanwhile.
+		if c.tooLate(now) {
+			return ReasonDeadline
+		}
 		return ""
 	}
-	if !c.sleep(wait) {
-		return ReasonCanceled
-	}
-	// The peer may have slowed down meanwhile, or the timer have been late.
-	now = time.Now()
-	if latest := c.latest(now); !latest.IsZero() && !now.Before(latest) {
-		return ReasonDeadline
-	}
-	return ""
+}
+
+// overdue reports whether the turn has come so long ago that the retry may meet
+// that of the next one. After a pause of the process, or of a connection that all
+// retries wait for, they would else go at once.
+func (c *call) overdue(now time.Time) bool { return now.Sub(c.turn) > maxOverdue }
+
+// maxOverdue is a little less than the slack that lies between the turns of one
+// second.
+const maxOverdue = 45 * time.Millisecond
+
+// tooLate reports whether an attempt that starts now could not end in time.
+func (c *call) tooLate(now time.Time) bool {
+	latest := c.latest(now)
+	return !latest.IsZero() && !now.Before(latest)
 }
 
 // noteRefusal moves the gauge: a budget that refuses is in full use.
@@ -297,20 +335,41 @@ func (c *call) noteRefusal(now time.Time, refused Reason) {
 	}
 }
 
-// drop throws away what the last attempt left.
-func (c *call) drop(r *result) {
+// drop throws away what the last attempt left. Closing an answer can take its
+// time, on HTTP/2 until the connection's writer is free: where the turn is overdue
+// by then, another is taken. If that is refused, the failure is all that is left
+// to return.
+func (c *call) drop(r *result) (refused Reason) {
+	resp, last := r.resp, r.failure()
+	r.resp, r.err, c.inHand = nil, last, nil
 	switch {
-	case r.resp == nil:
+	case resp == nil:
 	case c.held:
-		drain(r.resp.Body, turnPatience)
+		drain(resp.Body, drainPatience)
 	default:
-		r.resp.Body.Close() // read already, or nothing to read
+		resp.Body.Close() // read already, or nothing to read
 	}
 	c.unhold()
 	if c.cancelAttempt != nil {
 		c.cancelAttempt()
 		c.cancelAttempt = nil
 	}
+	switch now := time.Now(); {
+	case c.overdue(now):
+		refused = c.takeTurn()
+	case c.tooLate(now):
+		refused = ReasonDeadline
+	}
+	if refused != "" {
+		*r = result{verdict: terminal, err: last}
+		if refused != ReasonCanceled {
+			if refused == ReasonDeadline {
+				last = join(context.DeadlineExceeded, last)
+			}
+			r.err = c.error(refused, last)
+		}
+	}
+	return refused
 }
 
 func (c *call) unhold() {
@@ -332,9 +391,6 @@ func (c *call) abandon(r result) (*http.Response, error) {
 		why = context.Canceled
 	}
 	last := r.failure()
-	if r.resp != nil {
-		r.resp.Body.Close() // and not drained: nobody waits for the connection
-	}
 	return c.finish(result{verdict: terminal, err: c.error(reason, join(why, last))}, reason)
 }
 
@@ -377,6 +433,7 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 		return nil, r.err
 	}
 	c.handOver(r.resp)
+	c.inHand = nil
 	return r.resp, nil
 }
 
@@ -442,8 +499,11 @@ func (c *call) release() {
 	}
 }
 
-// end runs however RoundTrip ends, a panic of the base included.
+// end runs however RoundTrip ends, a panic of the base or of a hook included.
 func (c *call) end() {
+	if c.inHand != nil {
+		c.inHand.Body.Close() // and not drained: nobody waits for the connection
+	}
 	c.unhold()
 	if !c.handedOver {
 		c.release()

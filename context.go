@@ -127,6 +127,10 @@ func arrivalFrom(ctx context.Context) *arrival {
 	return a
 }
 
+// mute reports whether a deadline header in an outgoing request, which is then a
+// copy of what arrived, counts for nothing.
+func (a *arrival) mute() bool { return a.distrust || a.reportOnly || a.detached }
+
 // adopted returns the deadline that calls made for this arrival inherit.
 func (a *arrival) adopted() *deadline {
 	if a == nil || a.over.Load() {

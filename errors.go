@@ -59,6 +59,9 @@ func (e *Error) Timeout() bool {
 	if e.Reason == ReasonDeadline || e.Reason == ReasonExpired {
 		return true
 	}
+	if e.Reason == ReasonCanceled {
+		return false // the last failure beside it may have been one
+	}
 	var t interface{ Timeout() bool }
 	return errors.As(e.Err, &t) && t.Timeout()
 }

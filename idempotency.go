@@ -180,8 +180,8 @@ func (k requestKey) apply(h http.Header, method string, std bool) {
 		deleteKeys(h)
 		h[unreplayed(HeaderIdempotencyKey)] = []string{k.value}
 	case k.promise, k.copied:
-		collapse(h, HeaderIdempotencyKey, std && !idempotent(method))
-		collapse(h, headerXIdempotencyKey, std && !idempotent(method))
+		collapse(h, HeaderIdempotencyKey, std)
+		collapse(h, headerXIdempotencyKey, std)
 	}
 }
 

@@ -554,7 +554,7 @@ func TestBodiesNeverHaveTwoReaders(t *testing.T) {
 			first := &trackedBody{Reader: readFunc(func([]byte) (int, error) {
 				begin()
 				if back {
-					time.Sleep(turnPatience / 5)
+					time.Sleep(bodyPatience / 5)
 					return 1, nil
 				}
 				<-release

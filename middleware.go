@@ -191,7 +191,9 @@ var errZeroMiddleware = errors.New("stint: Middleware was not made with stint.Ne
 //
 // The response writer offers exactly the optional interfaces of the one it
 // wraps, and Unwrap; an answer that is written to the unwrapped one is not
-// seen. Panics of next pass through.
+// seen. [http.MaxBytesReader] knows net/http's own writer by an unexported method
+// and does not close the connection behind any other: put [http.MaxBytesHandler]
+// outside. Panics of next pass through.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	if m == nil || !m.made {
 		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -261,7 +263,9 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	if req.MultipartForm != nil && r.MultipartForm == nil {
 		r.MultipartForm = req.MultipartForm
 	}
-	r.Pattern = req.Pattern
+	if r.Pattern != req.Pattern {
+		r.Pattern = req.Pattern
+	}
 
 	if x.exceeded && !x.answered() && !m.cfg.ReportOnly {
 		x.refuse(w, r, ReasonExpired, x.finished)
@@ -291,6 +295,7 @@ type exchange struct {
 	// reverse proxy flushes from a timer.
 	status   atomic.Int32 // the first that is an answer; 0: none so far
 	hijacked atomic.Bool
+	firm     atomic.Bool // something went out besides what ReadFrom copies
 
 	// Touched by the request's own goroutine alone.
 	returned bool      // the handler has, neither by panic nor by Goexit
@@ -572,6 +577,7 @@ func newSnoop() *snoop {
 			x := s.x
 			return func(b []byte) (int, error) {
 				x.answer(http.StatusOK)
+				x.firm.Store(true)
 				return next(b)
 			}
 		},
@@ -579,6 +585,7 @@ func newSnoop() *snoop {
 			x := s.x
 			return func(str string) (int, error) {
 				x.answer(http.StatusOK)
+				x.firm.Store(true)
 				return next(str)
 			}
 		},
@@ -587,7 +594,7 @@ func newSnoop() *snoop {
 			return func(src io.Reader) (int64, error) {
 				first := x.answer(http.StatusOK)
 				n, err := next(src)
-				if first && n == 0 {
+				if first && n == 0 && !x.firm.Load() {
 					// A source that has nothing to give, for instance because the
 					// deadline cut it off, has not made net/http send a header.
 					x.status.CompareAndSwap(http.StatusOK, 0)
@@ -599,6 +606,7 @@ func newSnoop() *snoop {
 			x := s.x
 			return func() {
 				x.answer(http.StatusOK)
+				x.firm.Store(true)
 				next()
 			}
 		},
@@ -606,6 +614,7 @@ func newSnoop() *snoop {
 			x := s.x
 			return func() error {
 				x.answer(http.StatusOK)
+				x.firm.Store(true)
 				return next()
 			}
 		},

@@ -134,6 +134,10 @@ func (t *peers) sweepLocked(now time.Time, idle time.Duration) {
 		p := v.(*peer)
 		last := time.Duration(p.lastUsed.Load())
 		if p.inflight.Load() == 0 && at-last >= idle && p.inflight.CompareAndSwap(0, evicted) {
+			if time.Duration(p.lastUsed.Load()) != last {
+				p.inflight.Add(-evicted) // it was used in between
+				return true
+			}
 			t.byName.Delete(k)
 			t.n--
 			t.cfg.Metrics.releasePeer(p.metrics)

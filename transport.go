@@ -201,7 +201,11 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		// Never without the header because little is left: to the peer, no header
 		// is no limit.
 		closeBody(req)
-		return c.finish(result{verdict: terminal, err: c.error(ReasonDeadline, context.DeadlineExceeded)}, ReasonDeadline)
+		reason, why := ReasonDeadline, context.DeadlineExceeded
+		if c.ctx.Err() == context.Canceled {
+			reason, why = ReasonCanceled, contextError(c.ctx)
+		}
+		return c.finish(result{verdict: terminal, err: c.error(reason, why)}, reason)
 	}
 	for body := req.Body; ; {
 		r := c.send(body)
@@ -221,25 +225,25 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		}
 		// Everything that can fail comes before the turn is spent, and nothing in
 		// hand is thrown away before it is certain that there will be another.
-		body, err = c.rewind()
-		if err != nil {
+		if !c.settle() {
+			if c.bound.Err() != nil {
+				return c.abandon(r)
+			}
 			return c.finish(r, ReasonNotReplayable)
 		}
-		if refused = c.takeTurn(); refused != "" {
+		if body, err = c.rewind(); err != nil {
+			return c.finish(r, ReasonNotReplayable)
+		}
+		if refused = c.takeTurn(); refused == "" {
+			refused = c.drop(&r)
+		}
+		if refused != "" {
 			closeUnsent(body)
 			if refused == ReasonCanceled {
 				return c.abandon(r)
 			}
 			return c.finish(r, refused)
 		}
-		if !c.bodies.seal(c.bound) {
-			closeUnsent(body)
-			if c.bound.Err() != nil {
-				return c.abandon(r)
-			}
-			return c.finish(r, ReasonNotReplayable)
-		}
-		c.drop(&r)
 	}
 }
 
