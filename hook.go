@@ -50,6 +50,9 @@ const (
 	// handler returned. Remaining is negative by how much.
 	EventExpired EventKind = "expired"
 	EventServed  EventKind = "served" // Status, Took; Reason where the answer is the middleware's own
+	// With HardStop: a handler has panicked that ran on after EventServed. Took;
+	// Err: the panic's value, which it unwraps to if that is an error, and stack.
+	EventPanicked EventKind = "panicked"
 )
 
 // An Event is one step of a request, handed to Config.Hook or

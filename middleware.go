@@ -101,9 +101,48 @@ type MiddlewareConfig struct {
 	// by the transport, which would otherwise act on it.
 	ReportOnly bool
 
-	// Hook, if not nil, gets EventArrived, EventExpired and EventServed. It is
-	// called inline; its context carries the values of the request's, and lives
-	// on when the deadline passes.
+	// HardStop is for handlers that ignore their context: Handler answers 504 at
+	// the deadline while the handler still runs. An answer that has begun by
+	// then is given 50 ms to end by itself, and is broken off with
+	// [http.ErrAbortHandler] if it does not. False: the handler is waited for.
+	// Requests without a deadline, and those to switch protocols, are served as
+	// without HardStop, and so is everything under ReportOnly. A handler that
+	// hijacks its connection is waited for.
+	//
+	// It frees the caller, not the server: the handler runs on until it ends by
+	// itself, with all that it holds. Nothing bounds how many of them do, since
+	// the caller, answer in hand, may send its next request; and
+	// [http.Server.Shutdown] does not wait for them. The cure is a handler that
+	// heeds its context. What HardStop costs:
+	//
+	//   - A goroutine for each request with a deadline, a private header map,
+	//     and a mutex over every method of the writer: a microsecond or two, as
+	//     [http.TimeoutHandler], but nothing is held back. ReadFrom copies through
+	//     a buffer: no sendfile.
+	//   - A handler that heeds its context, and begins an answer of its own at
+	//     the deadline, comes too late.
+	//   - Once it is stopped, the handler's writes and reads of the body return
+	//     [http.ErrHandlerTimeout]. It must not touch what layers outside recycle
+	//     when ServeHTTP has returned. Unwrap leads to a writer that is guarded
+	//     as well, and to none below it: what layers outside have added to
+	//     theirs is out of reach.
+	//   - A Read of the body that waits at the deadline is interrupted, and a
+	//     Write 50 ms after it, which costs an HTTP/1 connection. Below a writer
+	//     for which http.ResponseController cannot set deadlines, a Write that
+	//     waits is waited for.
+	//   - A panic comes out on the server's goroutine, with its value; the stack
+	//     of the handler is written to http.Server.ErrorLog before. A panic after
+	//     the handler was stopped ends nothing: it is reported to Hook as
+	//     EventPanicked or, without Hook, written there too, and
+	//     http.ErrAbortHandler is neither.
+	//   - A client that leaves is no deadline: the handler is waited for, but
+	//     not beyond the deadline. It may have closed only its half of the
+	//     connection, and still be reading.
+	HardStop bool
+
+	// Hook, if not nil, gets EventArrived, EventExpired, EventServed and, with
+	// HardStop, EventPanicked. It is called inline; its context carries the
+	// values of the request's, and lives on when the deadline passes.
 	Hook func(context.Context, Event)
 
 	// Metrics, if not nil, counts. One Metrics serves many middlewares and
@@ -165,17 +204,18 @@ var errZeroMiddleware = errors.New("stint: Middleware was not made with stint.Ne
 // clients that accept JSON, else text. An unusable deadline header is answered
 // 400 in the same way where RejectInvalid is set.
 //
-// next runs on the calling goroutine. The deadline ends its context; it does
-// not interrupt a Read of the request's body or a Write, and a handler that
-// ignores its context runs on. When next returns after the deadline without
-// having answered, the answer is that 504. What next has answered stands: any
-// of WriteHeader, Write, WriteString, ReadFrom, Flush and Hijack is an answer,
-// an informational status (1xx) other than 101 is not. A client that has left
-// is sent nothing. A [net/http/httputil.ReverseProxy] answers 502 when its call
-// ends at the deadline, unless its ErrorHandler writes nothing where the context
-// of the request itself, not the error, is past its deadline: then that, too, is
-// the 504. An error that is a timeout of the transport's own it has to answer
-// itself, as net/http makes a 200 of an answer that was never written.
+// next runs on the calling goroutine, unless MiddlewareConfig.HardStop is set.
+// The deadline ends its context; it does not interrupt a Read of the request's
+// body or a Write, and a handler that ignores its context runs on. When next
+// returns after the deadline without having answered, the answer is that 504.
+// What next has answered stands: any of WriteHeader, Write, WriteString,
+// ReadFrom, Flush and Hijack is an answer, an informational status (1xx) other
+// than 101 is not. A client that has left is sent nothing. A
+// [net/http/httputil.ReverseProxy] answers 502 when its call ends at the
+// deadline, unless its ErrorHandler writes nothing where the context of the
+// request itself, not the error, is past its deadline: then that, too, is the
+// 504. An error that is a timeout of the transport's own it has to answer itself,
+// as net/http makes a 200 of an answer that was never written.
 //
 // When next answers 502, 503 or 504 after calls that it made through a
 // [Transport] failed in a way that retries from above can only multiply, the
@@ -190,10 +230,11 @@ var errZeroMiddleware = errors.New("stint: Middleware was not made with stint.Ne
 // chose to send.
 //
 // The response writer offers exactly the optional interfaces of the one it
-// wraps, and Unwrap; an answer that is written to the unwrapped one is not
-// seen. [http.MaxBytesReader] knows net/http's own writer by an unexported method
-// and does not close the connection behind any other: put [http.MaxBytesHandler]
-// outside. Panics of next pass through.
+// wraps, and Unwrap. What http.ResponseController can do it does, also where a
+// layer outside hides it behind an Unwrap of its own. An answer that is written
+// to a writer further below is not seen. [http.MaxBytesReader] knows net/http's
+// own writer by an unexported method and does not close the connection behind any
+// other: put [http.MaxBytesHandler] outside. Panics of next pass through.
 func (m *Middleware) Handler(next http.Handler) http.Handler {
 	if m == nil || !m.made {
 		return http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -253,22 +294,38 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	// as well. There is no recover: what panics passes through.
 	defer x.served(req.Context())
 
-	next.ServeHTTP(x.watch(w), req)
+	// A panic as well goes on to layers, and an HTTP/2 server, that look.
+	defer x.handBack(r, req)
+
+	if x.stoppable() {
+		x.serveStoppable(w, req, next)
+	} else {
+		next.ServeHTTP(x.watch(w), req)
+	}
 	x.returned = true
 	x.finish(req.Context())
 
-	// Without a middleware in between, net/http would find these two in its own
-	// request: it removes the temporary files of a form that the handler has
-	// parsed, and layers outside read the pattern that matched.
+	switch {
+	case x.cut && (x.left || x.answered()) || x.spoiled:
+		x.breakOff(w, r)
+	case x.exceeded && !x.answered() && !m.cfg.ReportOnly:
+		x.refuse(w, r, ReasonExpired, x.finished)
+	}
+}
+
+// handBack sets what net/http, and layers outside, would find in their own
+// request without a middleware in between: the server removes the temporary
+// files of a form that the handler has parsed, and they read the pattern that
+// matched.
+func (x *exchange) handBack(r, req *http.Request) {
+	if x.cut {
+		return // the handler is still using it
+	}
 	if req.MultipartForm != nil && r.MultipartForm == nil {
 		r.MultipartForm = req.MultipartForm
 	}
 	if r.Pattern != req.Pattern {
 		r.Pattern = req.Pattern
-	}
-
-	if x.exceeded && !x.answered() && !m.cfg.ReportOnly {
-		x.refuse(w, r, ReasonExpired, x.finished)
 	}
 }
 
@@ -298,7 +355,10 @@ type exchange struct {
 	firm     atomic.Bool // something went out besides what ReadFrom copies
 
 	// Touched by the request's own goroutine alone.
-	returned bool      // the handler has, neither by panic nor by Goexit
+	returned bool // the handler has, neither by panic nor by Goexit
+	cut      bool // or it goes on, and was left to itself: HardStop
+	spoiled  bool // the connection, on the way there
+	body     *guardedBody
 	finished time.Time // when it did, in any way
 	left     bool      // the client had left by then
 	exceeded bool      // counted as out of time
@@ -537,6 +597,12 @@ func (x *exchange) answer(code int) bool {
 	return x.status.Load() == 0 && x.status.CompareAndSwap(0, int32(code))
 }
 
+// tookOver notes that the handler has hijacked the connection.
+func (x *exchange) tookOver() {
+	x.hijacked.Store(true)
+	x.over.Store(true)
+}
+
 // A snoop is a set of hooks that are bound to an exchange while the writer is
 // wrapped and at no other time. httpsnoop asks for functions that make the
 // hooks; made anew for each request, these alone would be seven allocations.
@@ -550,6 +616,9 @@ var snoops = sync.Pool{New: func() any { return newSnoop() }}
 
 // watch returns w with the hooks that see an answer begin.
 func (x *exchange) watch(w http.ResponseWriter) http.ResponseWriter {
+	if hides(w) {
+		return (&guard{x: x, w: w, header: w.Header(), inline: true}).writer()
+	}
 	s := snoops.Get().(*snoop)
 	s.x, s.w = x, w
 	wrapped := httpsnoop.Wrap(w, s.hooks)
@@ -623,8 +692,7 @@ func newSnoop() *snoop {
 			return func() (net.Conn, *bufio.ReadWriter, error) {
 				conn, rw, err := next()
 				if err == nil {
-					x.hijacked.Store(true)
-					x.over.Store(true)
+					x.tookOver()
 				}
 				return conn, rw, err
 			}
@@ -697,7 +765,7 @@ func (x *exchange) refuse(w http.ResponseWriter, r *http.Request, reason Reason,
 	}
 	x.reason = reason
 	x.status.Store(int32(code))
-	releaseBody(w, r)
+	releaseBody(w, r, x.body)
 	w.WriteHeader(code)
 	if r.Method != http.MethodHead {
 		w.Write(body) // an error means that the client has gone
@@ -711,19 +779,19 @@ func (x *exchange) refuse(w http.ResponseWriter, r *http.Request, reason Reason,
 // read, and the connection kept; any other costs the connection.
 //
 // HTTP/2 has no such problem, and Connection: close would end the connection
-// with all its other requests.
-func releaseBody(w http.ResponseWriter, r *http.Request) {
-	// Without a body, or after its end, net/http is reading already, to see
-	// the client leave. A deadline that fires in that read cancels this request
-	// and every later one of the connection (golang/go#70834).
-	if r.ProtoMajor != 1 || r.Body == nil || r.Body == http.NoBody || r.ContentLength == 0 {
+// with all its other requests. sealed is what a handler that still runs sees of
+// the body, or nil.
+func releaseBody(w http.ResponseWriter, r *http.Request, sealed *guardedBody) {
+	if !readable(r) {
 		return
 	}
 	rc := http.NewResponseController(w)
 	// To read would be to ask for the body where the client waits for leave to
 	// send it (RFC 9110, section 10.1.1).
 	expects := strings.EqualFold(strings.TrimSpace(r.Header.Get("Expect")), "100-continue")
-	if limit := time.Now().Add(drainTime); !expects && r.ContentLength <= drainBytes && rc.SetReadDeadline(limit) == nil {
+	if sealed.interrupt(w) {
+		// Somebody was reading, and waiting for more. What is left is not ours.
+	} else if limit := time.Now().Add(drainTime); !expects && r.ContentLength <= drainBytes && rc.SetReadDeadline(limit) == nil {
 		// One byte more than allowed, so as to see the end of a body that is
 		// just as long as that.
 		_, err := io.CopyN(io.Discard, r.Body, drainBytes+1)
@@ -743,6 +811,15 @@ func releaseBody(w http.ResponseWriter, r *http.Request) {
 	// would lose answers in just that way. EnableFullDuplex is not the way out:
 	// it makes the server panic here (golang/go#68560).
 	rc.SetReadDeadline(time.Now().Add(lingerTime))
+}
+
+// readable reports whether a read deadline can be set for the sake of the
+// request's body. On HTTP/1 without one, net/http is reading already, to see the
+// client leave. A deadline that fires in that read cancels this request and
+// every later one of the connection (golang/go#70834). After the body's end it
+// does too, which cannot be told here.
+func readable(r *http.Request) bool {
+	return r.ProtoMajor == 1 && r.Body != nil && r.Body != http.NoBody && r.ContentLength != 0
 }
 
 // wantsProblem reports whether an error in JSON (RFC 9457) is welcome: it, or

@@ -27,9 +27,14 @@ import (
 	"time"
 )
 
+// mwHardStop makes all tests of the middleware use HardStop, see
+// TestHardStop_IsTheMiddleware. They do not run in parallel.
+var mwHardStop bool
+
 // mwNew returns a middleware for c, which must be valid.
 func mwNew(t testing.TB, c MiddlewareConfig) *Middleware {
 	t.Helper()
+	c.HardStop = c.HardStop || mwHardStop
 	m, err := NewMiddleware(c)
 	if err != nil {
 		t.Fatal(err)
@@ -833,6 +838,66 @@ func TestO38_InterfaceSet(t *testing.T) {
 			}
 		})).ServeHTTP(w, httptest.NewRequest("GET", "/", nil))
 	}
+}
+
+// O-38: behind a writer that hides what the connection can do, as loggers have
+// it, http.ResponseController still finds it, and what it does is an answer.
+func TestO38_HiddenByALayerOutside(t *testing.T) {
+	mwEachProtocol(t, func(t *testing.T, major int) {
+		events := new(mwEvents)
+		h := mwNew(t, MiddlewareConfig{Hook: events.hook, Timeout: 50 * time.Millisecond}).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			for _, name := range []string{"Flusher", "Hijacker", "ReaderFrom"} {
+				if slices.Contains(mwOffers(w), name) {
+					t.Errorf("offers %s", name)
+				}
+			}
+			rc := http.NewResponseController(w)
+			if r.URL.Path == "/hijack" {
+				conn, rw, err := rc.Hijack()
+				if err != nil {
+					t.Errorf("Hijack: %v", err)
+					return
+				}
+				defer conn.Close()
+				rw.WriteString("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 4\r\n\r\nmine")
+				rw.Flush()
+			} else {
+				w.Header().Set("Content-Type", "text/event-stream")
+				if err := rc.Flush(); err != nil {
+					t.Errorf("Flush: %v", err)
+				}
+			}
+			<-r.Context().Done()
+		}))
+		srv, client := mwServe(t, major, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { h.ServeHTTP(hsHides{w}, r) }))
+		resp, body := mwDo(t, client, "POST", srv.URL, strings.NewReader("x"))
+		if resp.StatusCode != 200 || body != "" || resp.Header.Get("Content-Type") != "text/event-stream" {
+			t.Errorf("got %d %q %v, want an empty stream", resp.StatusCode, body, resp.Header)
+		}
+		events.await(t, "arrived, expired, served 200")
+		if major == 2 {
+			return
+		}
+		if _, body = mwDo(t, client, "POST", srv.URL+"/hijack", strings.NewReader("x")); body != "mine" {
+			t.Errorf("got %q", body)
+		}
+		events.await(t, "arrived, expired, served 200, arrived, served 0")
+	})
+	// Who looks for a layer by unwrapping finds it, unless HardStop stands
+	// before it.
+	rec := hsHides{httptest.NewRecorder()}
+	(mwNew(t, MiddlewareConfig{})).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		for {
+			u, ok := w.(interface{ Unwrap() http.ResponseWriter })
+			if !ok {
+				t.Error("the layer outside is not to be found")
+				return
+			}
+			if w = u.Unwrap(); w == rec {
+				return
+			}
+		}
+	})).ServeHTTP(rec, mwRequest())
 }
 
 // O-38: an upgraded connection outlives the deadline, which was for the
@@ -1790,6 +1855,30 @@ func TestP7_RequestSeenFromOutside(t *testing.T) {
 	}
 	if !reflect.DeepEqual(r.Header, header) {
 		t.Errorf("header: got %v, want %v", r.Header, header)
+	}
+}
+
+// P7: also when the handler panics. An HTTP/2 server removes the files then.
+func TestP7_PanicKeepsWhatIsSeenFromOutside(t *testing.T) {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /items/{id}", func(w http.ResponseWriter, r *http.Request) {
+		if err := r.ParseMultipartForm(0); err != nil {
+			t.Error(err)
+		}
+		panic(http.ErrAbortHandler)
+	})
+	r := httptest.NewRequest("POST", "/items/1", strings.NewReader("--b\r\nContent-Disposition: form-data; name=\"f\"; filename=\"f\"\r\n\r\nx\r\n--b--\r\n"))
+	r.Header.Set("Content-Type", "multipart/form-data; boundary=b")
+	func() {
+		defer func() { recover() }()
+		mwNew(t, MiddlewareConfig{Timeout: time.Second}).Handler(mux).ServeHTTP(httptest.NewRecorder(), r)
+	}()
+	if r.MultipartForm == nil {
+		t.Fatal("nobody will remove the form's files")
+	}
+	r.MultipartForm.RemoveAll()
+	if r.Pattern != "POST /items/{id}" {
+		t.Errorf("pattern: got %q", r.Pattern)
 	}
 }
 
