@@ -61,7 +61,7 @@ func (c *call) send(body io.ReadCloser) result {
 	if c.traced {
 		trace = new(wireTrace)
 		if !c.repeatable {
-			trace.allowed = int32(max(1, c.opts.MaxAttempts-1) - c.resends - (c.attempts - 1))
+			trace.allowed = int32(c.resendsAllowed())
 			trace.cancel = cancel
 		}
 		ctx = trace.attach(ctx)
@@ -84,6 +84,9 @@ func (c *call) send(body io.ReadCloser) result {
 	ended := time.Now()
 	resp, err = mend(resp, err, out)
 	r := result{resp: resp, err: err, cut: context.Cause(ctx) == causeAttemptTimeout}
+	if context.Cause(ctx) == errResends {
+		r.err = errResends // net/http says context.Canceled
+	}
 	if r.cut {
 		if resp != nil {
 			// The headers came as the timer fired: the body would end in an error.
@@ -104,6 +107,14 @@ func (c *call) send(body io.ReadCloser) result {
 		c.emit(Event{Kind: EventAttemptDone, Remaining: c.remaining(ended), Took: ended.Sub(sent), Status: r.status(), Err: r.err})
 	}
 	return r
+}
+
+// resendsAllowed returns how often net/http may send this attempt again on HTTP/2.
+func (c *call) resendsAllowed() int {
+	if c.key.permits(c.opts.Keys, nil) {
+		return maxResends - c.resends
+	}
+	return maxUnsafeResends - c.resends
 }
 
 // mend makes up for a base that breaks its contract, so that nothing behind it
@@ -290,21 +301,30 @@ func (r *result) failure() error {
 // A wireTrace sees whether anything of an attempt was written. Its hooks may run
 // on other goroutines.
 //
-// It also bounds what net/http sends again by itself, where that is not safe: on
-// HTTP/2 it repeats any request that the peer refused, or reset with
-// PROTOCOL_ERROR, which a peer can do after it has executed it, and as often as
-// the peer likes. On HTTP/1 it repeats unsafe requests only if nothing was
-// written. One repetition is always left to it: a server that shuts down
-// gracefully needs it, and plain net/http would not fail there.
+// It also bounds what net/http sends again by itself where that is not safe: on
+// HTTP/2 it repeats any request whose connection winds down (GOAWAY), whose stream
+// was refused, or reset with PROTOCOL_ERROR, which a peer can do after it has
+// executed it; and it does so without a pause, as often as the peer likes. Which of
+// the three it was cannot be told from here. On HTTP/1 it repeats unsafe requests
+// only if nothing was written.
 type wireTrace struct {
 	asked, got, wrote, h2 atomic.Bool
 	resends               atomic.Int32 // connections that net/http took after it had written
 
-	allowed int32                   // resends on HTTP/2; not used where cancel is nil and the request has no body
+	allowed int32                   // resends on HTTP/2
 	cancel  context.CancelCauseFunc // ends an attempt without a body, whose resends do not ask for one
 }
 
-var errResends = errors.New("stint: net/http was to send the request again on HTTP/2: MaxAttempts is used up")
+const (
+	// maxUnsafeResends leaves one to net/http: a server that shuts down refuses
+	// what is under way, and plain net/http does not fail there.
+	maxUnsafeResends = 1
+	// maxResends is for requests that may be repeated. Three were needed with a
+	// proxy that reloads; a peer that never stops would get hundreds in a second.
+	maxResends = 10
+)
+
+var errResends = errors.New("stint: net/http was to send the request again on HTTP/2, and has done so too often")
 
 // exhausted reports whether net/http may not send the request again.
 func (w *wireTrace) exhausted() bool {
