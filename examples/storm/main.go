@@ -229,8 +229,9 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 	if err := registry.Register(g.metrics); err != nil {
 		return err
 	}
+	hop := &switchedHop{guarded: g}
 	chain, err := startChain(chainConfig{
-		guard:    g,
+		guard:    hop,
 		capacity: headroom * float64(c.rps),
 		edge:     edge,
 		outside: func(d *database, edge http.Handler) http.Handler {
@@ -245,6 +246,14 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 				}
 				d.breakDown(k)
 				fmt.Fprintln(w, "the database's fault is now:", k)
+			})
+			mux.HandleFunc("POST /hop", func(w http.ResponseWriter, r *http.Request) {
+				k := hopKind(r.FormValue("kind"))
+				if err := hop.set(k); err != nil {
+					http.Error(w, err.Error(), http.StatusBadRequest)
+					return
+				}
+				fmt.Fprintln(w, "the ledger now calls the database:", k)
 			})
 			return mux
 		},
@@ -265,6 +274,9 @@ the metrics of all four services:
 break the database (outage, slow, flap, stall, partial), and mend it:
   curl -X POST '%[1]sfault?kind=outage'
   curl -X POST '%[1]sfault?kind=none'
+make the ledger's calls wrong (lavish, forgetful, plain), and mend them:
+  curl -X POST '%[1]shop?kind=lavish'
+  curl -X POST '%[1]shop?kind=guarded'
 `, chain.url, serveRPS)
 	(&load{url: chain.url, rps: serveRPS}).run(ctx, 0)
 	return nil
