@@ -69,6 +69,7 @@ func (c *call) send(body io.ReadCloser) result {
 	out := c.req.WithContext(ctx)
 	out.Header = c.header(sent)
 	c.setBody(out, body, trace)
+	c.unsent = out.Body
 
 	if c.attempts == 1 {
 		c.peer.budget.request(sent)
@@ -78,6 +79,7 @@ func (c *call) send(body io.ReadCloser) result {
 		c.emit(Event{Kind: EventAttemptSent, Remaining: c.remaining(sent)})
 	}
 
+	c.unsent = nil
 	resp, err := c.t.base.RoundTrip(out)
 
 	stop()

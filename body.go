@@ -78,14 +78,25 @@ func (b *requestBodies) settled(ctx context.Context, seal bool) bool {
 		b.mu.Lock()
 		b.settling = nil
 	}
-	ok, bodies := b.sealed, b.bodies
+	ok := b.sealed
 	b.mu.Unlock()
 	if ok {
-		for _, body := range bodies {
-			body.Close()
-		}
+		b.close()
 	}
 	return ok
+}
+
+// close closes those bodies that the base has not closed.
+func (b *requestBodies) close() {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	bodies := b.bodies
+	b.mu.Unlock()
+	for _, body := range bodies {
+		body.Close()
+	}
 }
 
 // settleLocked reports whether the next attempt may begin, and if so lets no other

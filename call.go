@@ -41,6 +41,8 @@ type call struct {
 	resends  int            // by net/http itself, within the attempts
 	inHand   *http.Response // the answer that nobody has closed or returned yet
 	held     bool           // it counts in peer.held
+	unsent   io.ReadCloser  // a body that the base does not have yet
+	counted  bool           // the outcome is
 	bodies   *requestBodies // of the latest attempt; nil: none to guard
 }
 
@@ -345,7 +347,13 @@ func (c *call) drop(r *result) (refused Reason) {
 	switch {
 	case resp == nil:
 	case c.held:
-		drain(resp.Body, drainPatience)
+		patience := drainPatience
+		if c.bounded {
+			now := time.Now()
+			// Half of what is left, or draining would use up the retry's time.
+			patience = max(0, min(patience, c.latest(now).Sub(now)/2))
+		}
+		drain(resp.Body, patience)
 	default:
 		resp.Body.Close() // read already, or nothing to read
 	}
@@ -416,17 +424,14 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 	outcome := c.outcome(&r, reason)
 	if reason != "" {
 		c.peer.metrics.refused(reason)
-		if c.t.cfg.Hook != nil {
-			c.emit(Event{Kind: EventRefused, Reason: reason, Remaining: c.remaining(time.Now()), Status: r.status(), Err: r.err})
-		}
 	}
-	c.peer.metrics.done(c.ctx, outcome, c.attempts)
+	c.count(outcome, reason)
 	c.leaveNote(&r, outcome, reason)
-	if o := c.opts.Outcome; o != nil {
-		*o = Outcome{Attempts: c.attempts, Reason: reason, Key: c.key.value}
-	}
 	if c.t.cfg.Hook != nil {
 		now := time.Now()
+		if reason != "" {
+			c.emit(Event{Kind: EventRefused, Reason: reason, Remaining: c.remaining(now), Status: r.status(), Err: r.err})
+		}
 		c.emit(Event{Kind: EventDone, Reason: reason, Remaining: c.remaining(now), Took: now.Sub(c.start), Status: r.status(), Err: r.err})
 	}
 	if r.resp == nil {
@@ -435,6 +440,15 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 	c.handOver(r.resp)
 	c.inHand = nil
 	return r.resp, nil
+}
+
+// count counts the request's end, once, and fills in what its caller asked for.
+func (c *call) count(o outcome, reason Reason) {
+	c.counted = true
+	c.peer.metrics.done(c.ctx, o, c.attempts)
+	if out := c.opts.Outcome; out != nil {
+		*out = Outcome{Attempts: c.attempts, Reason: reason, Key: c.key.value}
+	}
 }
 
 // outcome sorts a request into exactly one of the outcomes that are counted.
@@ -499,8 +513,14 @@ func (c *call) release() {
 	}
 }
 
-// end runs however RoundTrip ends, a panic of the base or of a hook included.
+// end runs however RoundTrip ends. After a panic, of the base or of a callback, it
+// closes what nobody else can: answers in hand, and bodies from GetBody.
 func (c *call) end() {
+	if !c.counted {
+		c.bodies.close()
+		c.count(outcomeError, "")
+	}
+	closeUnsent(c.unsent)
 	if c.inHand != nil {
 		c.inHand.Body.Close() // and not drained: nobody waits for the connection
 	}

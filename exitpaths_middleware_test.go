@@ -70,7 +70,7 @@ type exitSeen struct {
 	events   string
 }
 
-func exitAnswer(status int, body string, whole bool) exitSeen {
+func middlewareExitAnswer(status int, body string, whole bool) exitSeen {
 	return exitSeen{status, body, whole, fmt.Sprint(status), 0, fmt.Sprintf("arrived, served %d", status)}
 }
 
@@ -88,7 +88,7 @@ func (s exitSeen) andThen(event string) exitSeen {
 var (
 	exitBroken = exitSeen{0, "", false, "500", 0, "arrived, served 0"}
 	exitGone   = exitSeen{0, "", false, "499", 0, "arrived, served 0"}
-	exit504    = exitAnswer(504, "", true).late()
+	exit504    = middlewareExitAnswer(504, "", true).late()
 )
 
 type exitCase struct {
@@ -129,14 +129,14 @@ func exitCases() []exitCase {
 	seenLeaving := []string{exitNoBody, exitRead}
 
 	return []exitCase{
-		{name: "returns", bodies: complete, inline: exitAnswer(200, "", true),
+		{name: "returns", bodies: complete, inline: middlewareExitAnswer(200, "", true),
 			handler: func(*exitCall, http.ResponseWriter, *http.Request) {}},
-		{name: "answers", bodies: complete, inline: exitAnswer(404, "none", true),
+		{name: "answers", bodies: complete, inline: middlewareExitAnswer(404, "none", true),
 			handler: func(_ *exitCall, w http.ResponseWriter, _ *http.Request) {
 				w.WriteHeader(404)
 				io.WriteString(w, "none")
 			}},
-		{name: "streams", bodies: complete, inline: exitAnswer(200, "data: 0\ndata: 1\ndata: 2\n", true),
+		{name: "streams", bodies: complete, inline: middlewareExitAnswer(200, "data: 0\ndata: 1\ndata: 2\n", true),
 			handler: func(_ *exitCall, w http.ResponseWriter, _ *http.Request) {
 				for i := range 3 {
 					fmt.Fprintf(w, "data: %d\n", i)
@@ -146,20 +146,20 @@ func exitCases() []exitCase {
 			}},
 		{name: "returns at the deadline", left: exitLeft, bodies: all, inline: exit504,
 			handler: func(_ *exitCall, _ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }},
-		{name: "streams until the deadline", left: exitLeft, bodies: complete, inline: exitAnswer(200, "part", true).late(),
+		{name: "streams until the deadline", left: exitLeft, bodies: complete, inline: middlewareExitAnswer(200, "part", true).late(),
 			handler: func(c *exitCall, w http.ResponseWriter, r *http.Request) { part(c, w); <-r.Context().Done() }},
 
 		{name: "panics", bodies: complete, inline: exitBroken,
 			handler: func(*exitCall, http.ResponseWriter, *http.Request) { panic("boom") }},
-		{name: "panics after part of an answer", bodies: complete, inline: exitAnswer(200, "part", false),
+		{name: "panics after part of an answer", bodies: complete, inline: middlewareExitAnswer(200, "part", false),
 			handler: func(c *exitCall, w http.ResponseWriter, _ *http.Request) { part(c, w); panic("boom") }},
 		{name: "aborts", bodies: complete, inline: exitBroken,
 			handler: func(*exitCall, http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }},
-		{name: "aborts after part of an answer", bodies: complete, inline: exitAnswer(200, "part", false),
+		{name: "aborts after part of an answer", bodies: complete, inline: middlewareExitAnswer(200, "part", false),
 			handler: func(c *exitCall, w http.ResponseWriter, _ *http.Request) { part(c, w); panic(http.ErrAbortHandler) }},
 		{name: "Goexit", bodies: complete, inline: exitBroken,
 			handler: func(*exitCall, http.ResponseWriter, *http.Request) { runtime.Goexit() }},
-		{name: "Goexit after part of an answer", bodies: complete, inline: exitAnswer(200, "part", false),
+		{name: "Goexit after part of an answer", bodies: complete, inline: middlewareExitAnswer(200, "part", false),
 			handler: func(c *exitCall, w http.ResponseWriter, _ *http.Request) { part(c, w); runtime.Goexit() }},
 
 		{name: "hijacks", majors: []int{1}, bodies: complete,
@@ -174,7 +174,7 @@ func exitCases() []exitCase {
 		{name: "outlives the deadline", left: exitLeft, bodies: all, inline: exit504, hardLate: true,
 			handler: func(c *exitCall, _ http.ResponseWriter, r *http.Request) { c.overstay(r) }},
 		{name: "outlives the deadline and answers", left: exitLeft, bodies: complete,
-			inline: exitAnswer(201, "late", true).late(), hard: hard(exit504), hardLate: true,
+			inline: middlewareExitAnswer(201, "late", true).late(), hard: hard(exit504), hardLate: true,
 			handler: func(c *exitCall, w http.ResponseWriter, r *http.Request) {
 				c.overstay(r)
 				w.Header().Set("X-Late", "1")
@@ -182,7 +182,7 @@ func exitCases() []exitCase {
 				_, c.lateErr = io.WriteString(w, "late")
 			}},
 		{name: "outlives the deadline with part of an answer", left: exitLeft, bodies: complete,
-			inline: exitAnswer(200, "partlate", true).late(), hard: hard(exitAnswer(200, "part", false).late()), hardLate: true,
+			inline: middlewareExitAnswer(200, "partlate", true).late(), hard: hard(middlewareExitAnswer(200, "part", false).late()), hardLate: true,
 			handler: func(c *exitCall, w http.ResponseWriter, r *http.Request) {
 				part(c, w)
 				c.overstay(r)
@@ -205,13 +205,13 @@ func exitCases() []exitCase {
 				<-r.Context().Done()
 				time.Sleep(exitLeft + exitOver)
 			}},
-		{name: "client leaves amid the answer", leaves: "after", bodies: seenLeaving, inline: exitAnswer(200, "part", false),
+		{name: "client leaves amid the answer", leaves: "after", bodies: seenLeaving, inline: middlewareExitAnswer(200, "part", false),
 			handler: func(c *exitCall, w http.ResponseWriter, r *http.Request) { part(c, w); <-r.Context().Done() }},
 		{name: "client leaves, the handler panics", leaves: "before", bodies: seenLeaving, inline: exitBroken,
 			handler: func(_ *exitCall, _ http.ResponseWriter, r *http.Request) { <-r.Context().Done(); panic("boom") }},
 
 		{name: "too late on arrival", header: "1", bodies: all, notRun: true, inline: exit504},
-		{name: "unusable header", header: "soon", bodies: all, notRun: true, inline: exitAnswer(400, "", true)},
+		{name: "unusable header", header: "soon", bodies: all, notRun: true, inline: middlewareExitAnswer(400, "", true)},
 	}
 }
 
@@ -234,7 +234,7 @@ func TestP7_P8_MiddlewareExitPaths(t *testing.T) {
 					wg.Go(func() {
 						defer func() { <-busy }()
 						for try := 1; ; try++ {
-							again, errs := exitRun(t, tt, hard, major, body)
+							again, errs := middlewareExit(t, tt, hard, major, body)
 							if again && try < 6 {
 								continue
 							}
@@ -269,9 +269,9 @@ func exitServe(major int, h http.Handler) (*httptest.Server, *http.Client) {
 	return srv, srv.Client()
 }
 
-// exitRun sends one request through the middleware and one after it over the
+// middlewareExit sends one request through the middleware and one after it over the
 // same client. again: the machine was too busy to tell anything.
-func exitRun(t *testing.T, tt exitCase, hard bool, major int, body string) (again bool, errs []string) {
+func middlewareExit(t *testing.T, tt exitCase, hard bool, major int, body string) (again bool, errs []string) {
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Sprintf(format, args...)) }
 	want := tt.inline
 	if hard && tt.hard != nil {
