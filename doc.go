@@ -81,8 +81,17 @@
 // the budget, its answer 502, 503 or 504 is marked X-Should-Retry: false, and a
 // Transport above passes it on without a retry of its own.
 //
+// # Reverse proxies
+//
+// A [net/http/httputil.ReverseProxy] can have a Transport as its Transport and
+// stand behind a Middleware. It needs an ErrorHandler that writes nothing where
+// the request's own context has ended, see [Middleware.Handler]. A request with a
+// body passes it once: what a server has received has no GetBody. A key that it
+// copies is no promise, see [KeyPolicy].
+//
 // # Further reading
 //
 // README.md has the defaults of every field, the headers, the metrics, what a
-// strict budget costs, and how to put stint into a running service.
+// strict budget costs, how to put stint into a running service, what its handlers
+// answer, and how to test it.
 package stint

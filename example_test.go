@@ -1,12 +1,15 @@
 package stint_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"time"
 
@@ -82,13 +85,16 @@ func Example() {
 			return
 		}
 		resp, err := client.Do(req)
-		if err != nil {
+		switch {
+		case errors.Is(err, context.DeadlineExceeded):
+			http.Error(w, err.Error(), http.StatusGatewayTimeout)
+		case err != nil:
 			http.Error(w, err.Error(), http.StatusBadGateway)
-			return
+		default:
+			defer resp.Body.Close()
+			w.WriteHeader(resp.StatusCode)
+			io.Copy(w, resp.Body)
 		}
-		defer resp.Body.Close()
-		w.WriteHeader(resp.StatusCode)
-		io.Copy(w, resp.Body)
 	}))
 
 	w := httptest.NewRecorder()
@@ -275,7 +281,106 @@ func ExampleDetach() {
 	// the peer is told a deadline: false
 }
 
-// All that is wrong is reported at once, and nothing is silently corrected.
+// One hook writes the steps of both halves to log/slog. A warning is a request
+// that failed: one that was refused a retry, one whose time ran out here, one
+// that came with an unusable header, and one whose error is never retried, such
+// as a certificate's. A caller that has left is none.
+func ExampleConfig_hook() {
+	logger := slog.New(slog.NewTextHandler(os.Stdout, &slog.HandlerOptions{
+		Level: slog.LevelInfo,
+		ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
+			if a.Key == slog.TimeKey {
+				return slog.Attr{} // it would differ each time the example runs
+			}
+			return a
+		},
+	}))
+	hook := func(ctx context.Context, e stint.Event) {
+		level := slog.LevelDebug
+		switch e.Kind {
+		case stint.EventRetry:
+			level = slog.LevelInfo
+		case stint.EventRefused:
+			if e.Reason != stint.ReasonCanceled {
+				level = slog.LevelWarn
+			}
+		case stint.EventDone:
+			if e.Err != nil && e.Reason == "" {
+				level = slog.LevelWarn
+			}
+		case stint.EventExpired:
+			level = slog.LevelWarn
+		case stint.EventArrived:
+			if e.Reason != "" {
+				level = slog.LevelWarn
+			}
+		}
+		logger.LogAttrs(ctx, level, string(e.Kind),
+			slog.String("name", cmp.Or(e.Peer, e.Service)), slog.Int("attempt", e.Attempt),
+			slog.String("reason", string(e.Reason)), slog.Int("status", e.Status), slog.Any("err", e.Err))
+	}
+
+	transport, err := stint.NewTransport(stint.Config{Base: answers(503), MaxAttempts: 2, Backoff: quick, Hook: hook})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	resp, err := (&http.Client{Transport: transport}).Get("http://ledger/")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	resp.Body.Close()
+
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{Service: "orders", Hook: hook})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	late := httptest.NewRequest("GET", "/", nil)
+	late.Header.Set(stint.HeaderDeadline, "1") // a millisecond into 1970
+	middleware.Handler(http.NotFoundHandler()).ServeHTTP(httptest.NewRecorder(), late)
+	// Output:
+	// level=INFO msg=retry name=ledger:80 attempt=1 reason="" status=0 err=<nil>
+	// level=WARN msg=refused name=ledger:80 attempt=2 reason=attempts status=503 err=<nil>
+	// level=WARN msg=expired name=orders attempt=0 reason=expired status=0 err=<nil>
+}
+
+// A test of a service against a peer that fails. MinPerSecond makes retries
+// quick: by default the second one in a row would wait a second for its turn.
+func Example_testing() {
+	ledger := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get(stint.HeaderRetryCount) == "" { // every first attempt
+			w.WriteHeader(http.StatusServiceUnavailable)
+		}
+	}))
+	defer ledger.Close()
+	transport, err := stint.NewTransport(stint.Config{Budget: stint.BudgetConfig{MinPerSecond: 100}})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer transport.CloseIdleConnections()
+
+	var outcome stint.Outcome
+	ctx := stint.WithOverride(context.Background(), stint.Override{Outcome: &outcome})
+	req, err := http.NewRequestWithContext(ctx, "GET", ledger.URL, nil)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	resp, err := (&http.Client{Transport: transport}).Do(req)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer resp.Body.Close()
+	fmt.Printf("%s, attempts: %d, reason: %q\n", resp.Status, outcome.Attempts, outcome.Reason)
+	// Output: 200 OK, attempts: 2, reason: ""
+}
+
+// All that is wrong is reported at once, and nothing is silently corrected. The
+// error prints all of it, and errors.As gives the first.
 func ExampleConfig_invalid() {
 	_, err := stint.NewTransport(stint.Config{
 		MaxAttempts: -1,

@@ -261,7 +261,7 @@ func TestReadmeReasonsHeadersEvents(t *testing.T) {
 	}
 	equalSets(t, "reasons", findTable(t, "Errors and outcomes", "reason").named(), reasons)
 
-	want := []string{"Retry-After", "Retry-After-Ms"} // read, and of others' making
+	want := []string{"Retry-After", "retry-after-ms"} // read, and of others' making
 	for _, v := range exported(t, "Header") {
 		want = append(want, v)
 	}
@@ -318,6 +318,16 @@ func TestReadmeMetrics(t *testing.T) {
 		}
 		equalSets(t, "labels of "+name, strings.Split(x.rows[i][2], ", "), have)
 	}
+
+	values := func(label string) (list []string) {
+		for _, m := range regexp.MustCompile(label+`="(\w+)"`).FindAllStringSubmatch(string(golden), -1) {
+			list = append(list, m[1])
+		}
+		slices.Sort(list)
+		return slices.Compact(list)
+	}
+	equalSets(t, "states", findTable(t, "Headers", "state").named(), values("state"))
+	equalSets(t, "outcomes", findTable(t, "Metrics", "outcome").named(), values("outcome"))
 
 	// Each name in a query exists.
 	for _, m := range regexp.MustCompile(`\b(stint|retry_\w+|deadline|http_client|http_server)_\w+`).FindAllString(readme(t), -1) {
@@ -387,6 +397,15 @@ func TestReadmeCommands(t *testing.T) {
 			t.Errorf("README.md links to %s: %v", m[1], err)
 		}
 	}
+	anchors := make(map[string]bool)
+	for _, m := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(readme(t), -1) {
+		anchors[strings.ReplaceAll(strings.ToLower(m[1]), " ", "-")] = true
+	}
+	for _, m := range regexp.MustCompile(`\]\(#([^)]+)\)`).FindAllStringSubmatch(readme(t), -1) {
+		if !anchors[m[1]] {
+			t.Errorf("README.md links to #%s, and there is no such heading", m[1])
+		}
+	}
 }
 
 // What the fragments of README.md and doc.go may use without declaring it. A
@@ -398,6 +417,11 @@ var given = map[string]string{
 	"client":  "client *http.Client",
 	"orderID": "orderID string",
 	"body":    "body io.Reader",
+	"t":       "t *testing.T",
+	"target":  "target *url.URL",
+
+	"transport":  "transport *stint.Transport",
+	"middleware": "middleware *stint.Middleware",
 }
 
 const givenFuncs = `
@@ -411,6 +435,7 @@ var packages = map[string]string{
 	"bytes": "bytes", "context": "context", "errors": "errors", "fmt": "fmt", "io": "io", "log": "log",
 	"http": "net/http", "strings": "strings", "time": "time", "stint": "github.com/stinthttp/stint",
 	"prometheus": "github.com/prometheus/client_golang/prometheus",
+	"httptest":   "net/http/httptest", "httputil": "net/http/httputil", "testing": "testing", "url": "net/url",
 }
 
 // wrap makes a file of a fragment, in which it is the body of a function.
@@ -615,9 +640,18 @@ func TestReadmeCurl(t *testing.T) {
 				}
 				output := "\n" + plain(strings.ReplaceAll(got.String(), "\r\n", "\n"))
 				for want := range strings.Lines(plain(list[i+1].text)) {
-					if want = strings.TrimSpace(want); !strings.Contains(output, "\n"+want) {
-						t.Errorf("README.md:%d: no line %q in\n%s", b.line, want, output)
+					// A lone … stands for lines that are left out, one at a line's end
+					// for the rest of it.
+					want = strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(want), "…"))
+					if want == "" {
+						continue
 					}
+					_, rest, ok := strings.Cut(output, "\n"+want)
+					if !ok {
+						t.Errorf("README.md:%d: no line %q from here on in\n%s", b.line, want, output)
+						continue
+					}
+					output = rest
 				}
 			}
 		})

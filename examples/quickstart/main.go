@@ -2,6 +2,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"log"
@@ -14,19 +16,16 @@ import (
 	"github.com/stinthttp/stint"
 )
 
-var addr = flag.String("addr", "127.0.0.1:8080", "where to listen")
-
 func main() {
+	addr := flag.String("addr", "127.0.0.1:8080", "where to listen")
 	flag.Parse()
 	metrics := must(stint.NewMetrics(stint.MetricsConfig{}))
 	prometheus.MustRegister(metrics)
 	client := &http.Client{Transport: must(stint.NewTransport(stint.Config{Metrics: metrics}))}
 	middleware := must(stint.NewMiddleware(stint.MiddlewareConfig{Service: "front", Timeout: 2 * time.Second, Metrics: metrics}))
-
 	backend := must(net.Listen("tcp", "127.0.0.1:0"))
 	hello := func(w http.ResponseWriter, r *http.Request) { fmt.Fprintln(w, "hello") }
 	go func() { log.Fatal(http.Serve(backend, http.HandlerFunc(hello))) }()
-
 	front := func(w http.ResponseWriter, r *http.Request) {
 		// r.Context() takes the deadline along.
 		req, err := http.NewRequestWithContext(r.Context(), "GET", "http://"+backend.Addr().String(), nil)
@@ -35,19 +34,21 @@ func main() {
 			return
 		}
 		resp, err := client.Do(req)
-		if err != nil {
+		switch {
+		case errors.Is(err, context.DeadlineExceeded):
+			http.Error(w, err.Error(), http.StatusGatewayTimeout)
+		case err != nil:
 			http.Error(w, err.Error(), http.StatusBadGateway)
-			return
+		default:
+			defer resp.Body.Close()
+			w.WriteHeader(resp.StatusCode)
+			fmt.Fprintln(w, "the backend says", resp.Status)
 		}
-		defer resp.Body.Close()
-		w.WriteHeader(resp.StatusCode)
-		fmt.Fprintln(w, "the backend says", resp.Status)
 	}
 	http.Handle("GET /metrics", promhttp.Handler())
 	http.Handle("/", middleware.Handler(http.HandlerFunc(front)))
-	listener := must(net.Listen("tcp", *addr))
-	log.Printf("try: curl -i -H 'X-Request-Deadline: 1' http://%s/", listener.Addr())
-	log.Fatal(http.Serve(listener, nil))
+	log.Printf("try: curl -i -H 'X-Request-Deadline: 1' http://%s/", *addr)
+	log.Fatal(http.ListenAndServe(*addr, nil))
 }
 
 func must[T any](v T, err error) T {

@@ -47,7 +47,7 @@ func (r *report) rows() []row {
 	}
 	return append(rows,
 		both("most requests at the database in a second", func(s summary) string { return thousands(s.peak) }),
-		both("most of them marked as retries", func(s summary) string {
+		both("most marked retries in a second", func(s summary) string {
 			if s.name == r.plain.name {
 				return "not marked"
 			}

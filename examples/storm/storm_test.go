@@ -140,7 +140,7 @@ attempts per user request, in the fault
   at ledger                                          9.00        1.00
   at database                                       27.00        1.04
 most requests at the database in a second           2,730         106
-most of them marked as retries                 not marked           5
+most marked retries in a second                not marked           5
 user requests                                       1,500       1,500
 of these failed                                       471         499
 time to recover after the fault            not within 6 s       1.2 s
