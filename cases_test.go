@@ -253,8 +253,8 @@ func TestO19_HintsThatOverflow(t *testing.T) {
 // a turn. Waits, deadline, header, budget and histogram do not notice.
 func TestO21_WallClockSteppedInTheMiddleOfABackoff(t *testing.T) {
 	type attempt struct {
-		at                        time.Duration
-		deadline, companion, zone string
+		at                  time.Duration
+		deadline, companion string
 	}
 	run := func(t *testing.T, step time.Duration, zone *time.Location, header func() []string) (got []attempt, took time.Duration) {
 		synctest.Test(t, func(t *testing.T) {

@@ -844,7 +844,7 @@ func exitPaths() []exitPath {
 		{name: "cancel in backoff, lost", config: long, cancel: time.Second, ends: true, steps: []exitStep{fails(lost)}, attempts: 1, reason: ReasonCanceled, outcome: outcomeCanceled, own: true, is: []error{context.Canceled, lost}, isNot: exceeded, timed: true, after: time.Second},
 		{name: "cancel before a backoff of nothing", config: quick, steps: []exitStep{func(x *exitRun, r *http.Request) (*http.Response, error) {
 			consume(r)
-			x.tr.jitter = func() float64 { x.cancel(); time.Sleep(1); return 0 }
+			x.tr.jitter = func() float64 { x.cancel(); time.Sleep(time.Nanosecond); return 0 }
 			return x.answer(503), nil
 		}}, ends: true, attempts: 1, reason: ReasonCanceled, outcome: outcomeCanceled, own: true, is: canceled, isNot: exceeded, timed: true, after: 1},
 		{name: "cancel in backoff, attempt timeout", config: func(c *Config) { long(c); c.AttemptTimeout = time.Second }, cancel: 2 * time.Second, ends: true, steps: []exitStep{hangs}, attempts: 1, reason: ReasonCanceled, outcome: outcomeCanceled, own: true, is: canceled, timed: true, after: 2 * time.Second},

@@ -266,7 +266,7 @@ func TestStepsThatMakeNoSensePanic(t *testing.T) {
 	for name, f := range map[string]func(){
 		"status":   func() { Fail(99) },
 		"1xx":      func() { Fail(103) },
-		"value":    func() { Fail(503, "Retry-After") },
+		"value":    func() { Fail(503, []string{"Retry-After"}...) },
 		"period":   func() { Flap(0, Reset()) },
 		"fraction": func() { Partial(1.1, 0, Reset()) },
 		"NaN":      func() { Partial(0/zero, 0, Reset()) },
