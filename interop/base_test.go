@@ -405,7 +405,7 @@ func TestReverseProxyBetweenHops(t *testing.T) {
 			t.Errorf("%s %s %q: %d arrivals, want %d; %+v", tt.method, tt.path, tt.key, len(got), tt.arrivals, o)
 		}
 		for _, x := range got {
-			left := time.UnixMilli(millis(x.header, stint.HeaderDeadline)).Sub(time.Now())
+			left := time.Until(time.UnixMilli(millis(x.header, stint.HeaderDeadline)))
 			if left > patience-6*time.Millisecond || left < patience-5*time.Second || x.body != tt.body || x.header.Get(stint.HeaderIdempotencyKey) != o.Key {
 				t.Errorf("%s %s: %v left, %d bytes, key %q", tt.method, tt.path, left, len(x.body), x.header.Get(stint.HeaderIdempotencyKey))
 			}
