@@ -101,6 +101,9 @@ func (c *call) send(body io.ReadCloser) result {
 	if trace != nil {
 		resends := int(trace.resends.Load())
 		c.resends += resends
+		if !trace.h2.Load() {
+			c.repeats += resends // on HTTP/2 they are of what was refused
+		}
 		c.peer.metrics.resent(resends)
 	}
 	c.judge(&r, ended, trace)

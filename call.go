@@ -39,6 +39,7 @@ type call struct {
 	turn     time.Time // when the turn taken last is due
 	attempts int
 	resends  int            // by net/http itself, within the attempts
+	repeats  int            // those of them that the peer may have executed
 	inHand   *http.Response // the answer that nobody has closed or returned yet
 	held     bool           // it counts in peer.held
 	unsent   io.ReadCloser  // a body that the base does not have yet
@@ -167,7 +168,7 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 // yet.
 func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused Reason) {
 	switch {
-	case c.attempts >= c.opts.MaxAttempts, !c.repeatable && c.attempts+c.resends >= c.opts.MaxAttempts:
+	case c.attempts >= c.opts.MaxAttempts, !c.repeatable && c.attempts+c.repeats >= c.opts.MaxAttempts:
 		return 0, ReasonAttempts
 	case !replayable(c.req):
 		return 0, ReasonNotReplayable
