@@ -168,7 +168,7 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 // yet.
 func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused Reason) {
 	switch {
-	case c.attempts >= c.opts.MaxAttempts, !c.repeatable && c.attempts+c.repeats >= c.opts.MaxAttempts:
+	case c.attempts >= c.opts.MaxAttempts, !c.repeatable && c.attempts+c.repeats >= c.opts.MaxAttempts, r.err == errResends:
 		return 0, ReasonAttempts
 	case !replayable(c.req):
 		return 0, ReasonNotReplayable
