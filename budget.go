@@ -177,12 +177,37 @@ func (b *budget) turnLocked(at time.Duration, latest time.Time) Reason {
 func (b *budget) utilisation(now time.Time) float64 {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	e := b.epoch(now)
+	return b.usedLocked(b.epoch(now))
+}
+
+func (b *budget) usedLocked(e int64) float64 {
 	taken := float64(b.takenLocked(e))
 	if taken == 0 {
 		return 0
 	}
 	return min(1, taken/max(1, b.limit(e)))
+}
+
+// A budgetState is what there is to see of a budget at one moment.
+type budgetState struct {
+	limit, used         float64 // retries that the window allows; utilisation
+	taken               uint64
+	requests, successes uint64 // of the closed slots, which the credit is made of
+	spent               bool
+	turn                time.Duration // until the next free turn
+}
+
+// state returns it. As utilisation it is for those who look on, and charges
+// nothing.
+func (b *budget) state(now time.Time) (s budgetState) {
+	at, e := now.Sub(b.origin), b.epoch(now)
+	s.requests, s.successes = b.requests.sum(e-budgetSlots, e-1), b.successes.sum(e-budgetSlots, e-1)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	s.limit, s.taken = b.limit(e), b.takenLocked(e)
+	s.used, s.spent = b.usedLocked(e), b.spentLocked(e)
+	s.turn = max(0, b.next-at)
+	return s
 }
 
 func (b *budget) spentLocked(e int64) bool {

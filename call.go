@@ -23,9 +23,9 @@ type call struct {
 
 	repeatable bool // by its method
 	traced     bool
+	bounded    bool // there is a deadline
 
 	start    time.Time
-	bounded  bool
 	deadline time.Time // when the request has to be over
 	sendBy   time.Time // what the peer is told: deadline − reserve
 	wireMS   int64     // sendBy as Unix milliseconds, in the clock of whoever set the deadline first
@@ -36,7 +36,8 @@ type call struct {
 	cancelAttempt context.CancelFunc
 	handedOver    bool // the contexts end with the answer's body
 
-	turn     time.Time // when the turn taken last is due
+	turn     time.Time     // when the turn taken last is due
+	need     time.Duration // what the next attempt was last held to need; 0: nobody has asked
 	attempts int
 	resends  int            // by net/http itself, within the attempts
 	repeats  int            // those of them that the peer may have executed
@@ -191,6 +192,7 @@ func (c *call) mayRetry(r *result, now time.Time) (wait time.Duration, refused R
 	wait += c.t.cfg.Backoff.delay(c.attempts, c.t.jitter())
 	latest := c.latest(now)
 	if !latest.IsZero() && !now.Add(wait).Before(latest) {
+		c.need += wait
 		return 0, ReasonDeadline
 	}
 	if cut, of := c.latency.cutOff(now); of >= c.t.cfg.Admission.MinSamples && 2*cut > of {
@@ -216,6 +218,7 @@ func (c *call) latest(now time.Time) time.Time {
 	if usual, samples := c.latency.quantile(now, c.t.cfg.Admission.Quantile); samples >= c.t.cfg.Admission.MinSamples {
 		need = max(need, usual)
 	}
+	c.need = need
 	return c.deadline.Add(-need)
 }
 
@@ -338,6 +341,20 @@ func (c *call) noteRefusal(now time.Time, refused Reason) {
 	}
 }
 
+// noteForDebug remembers why no (further) attempt was made, for DebugHandler.
+func (c *call) noteForDebug(r *result, reason Reason) {
+	now := time.Now()
+	note := refusal{
+		at: now.Sub(c.t.peers.origin), reason: reason, attempts: c.attempts,
+		bounded: c.bounded, remaining: c.remaining(now),
+	}
+	// Where time ran out during an attempt, nobody had weighed it against a need.
+	if reason == ReasonDeadline && r.reason == "" {
+		note.need = c.need
+	}
+	c.peer.refusals.add(note)
+}
+
 // drop throws away what the last attempt left. Closing an answer can take its
 // time, on HTTP/2 until the connection's writer is free: where the turn is overdue
 // by then, another is taken. If that is refused, the failure is all that is left
@@ -425,6 +442,7 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 	outcome := c.outcome(&r, reason)
 	if reason != "" {
 		c.peer.metrics.refused(reason)
+		c.noteForDebug(&r, reason)
 	}
 	c.count(outcome, reason)
 	c.leaveNote(&r, outcome, reason)

@@ -386,6 +386,21 @@ func (c *classes) lookup(name string) *histogram {
 	return set.other
 }
 
+// list returns the histograms that there are, with the names of their classes;
+// overflowPeer stands for all names that came too late.
+func (c *classes) list() (list []class) {
+	if h := c.unnamed.Load(); h != nil {
+		list = append(list, class{"", h})
+	}
+	if set := c.set.Load(); set != nil {
+		list = append(list, set.named...)
+		if set.other != nil {
+			list = append(list, class{overflowPeer, set.other})
+		}
+	}
+	return list
+}
+
 func (c *classes) unnamedCount() int {
 	if c.unnamed.Load() != nil {
 		return 1

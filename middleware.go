@@ -178,6 +178,10 @@ type Middleware struct {
 	cfg     MiddlewareConfig
 	metrics *serviceMetrics
 	made    bool
+	// For DebugHandler: the latest requests that ran out of time, and how many of
+	// all of them had done so on arrival.
+	expiries ring[expiry]
+	tooLate  atomic.Uint64
 	// wall maps a reading of time.Now to what the wall clock shows at that
 	// moment; nil is the identity. Tests skew and step the clock with it.
 	wall func(time.Time) time.Time
@@ -548,11 +552,21 @@ func (x *exchange) outOfTime(now time.Time) {
 	}
 	x.exceeded = true
 	x.m.metrics.exceeded()
+	x.m.noteForDebug(x, now)
 	if x.m.cfg.Hook != nil {
 		x.m.cfg.Hook(x, Event{
 			Kind: EventExpired, Reason: ReasonExpired, Service: x.m.cfg.Service,
 			DeadlineMS: x.endMS, Remaining: x.remaining(now), Took: now.Sub(x.start),
 		})
+	}
+}
+
+// noteForDebug remembers a request that is out of time, for DebugHandler.
+func (m *Middleware) noteForDebug(x *exchange, now time.Time) {
+	e := expiry{at: now, took: now.Sub(x.start), late: now.Sub(x.end)}
+	m.expiries.add(e)
+	if e.took == 0 {
+		m.tooLate.Add(1) // after it is in the sum, so that the part is never seen to be the larger
 	}
 }
 
@@ -831,7 +845,7 @@ func wantsProblem(h http.Header) bool {
 			name, params, _ := strings.Cut(member, ";")
 			switch strings.ToLower(strings.Trim(name, " \t")) {
 			case "application/problem+json", "application/json", "application/*":
-				if !zeroWeight(params) {
+				if weight(params) > 0 {
 					return true
 				}
 			}
@@ -840,17 +854,19 @@ func wantsProblem(h http.Header) bool {
 	return false
 }
 
-// zeroWeight reports whether the parameters of a media range say q=0: not
-// acceptable (RFC 9110, section 12.4.2).
-func zeroWeight(params string) bool {
+// weight returns the quality value among the parameters of a media range, 1 where
+// there is no usable one. 0 is not acceptable (RFC 9110, section 12.4.2).
+func weight(params string) float64 {
 	for p := range strings.SplitSeq(params, ";") {
 		name, value, _ := strings.Cut(p, "=")
 		if strings.EqualFold(strings.Trim(name, " \t"), "q") {
-			q, err := strconv.ParseFloat(strings.Trim(value, " \t"), 64)
-			return err == nil && q == 0
+			if q, err := strconv.ParseFloat(strings.Trim(value, " \t"), 64); err == nil && q >= 0 && q <= 1 {
+				return q
+			}
+			break
 		}
 	}
-	return false
+	return 1
 }
 
 // wantsUpgrade reports whether r asks to switch protocols (RFC 9110, section

@@ -28,6 +28,8 @@ type peer struct {
 	metrics *peerMetrics
 	held    atomic.Int32 // answers kept open by waiting retries
 
+	refusals ring[refusal] // the latest, for DebugHandler
+
 	inflight atomic.Int64 // requests inside RoundTrip; negative: evicted
 	lastUsed atomic.Int64 // when the last of them ended, nanoseconds since peers.origin
 }

@@ -662,8 +662,9 @@ func TestReadmeCurl(t *testing.T) {
 }
 
 // plain takes out what differs from run to run: dates, and how late a request
-// was.
+// was; and the indentation of JSON.
 func plain(s string) string {
+	s = regexp.MustCompile(`(?m)^[ \t]+`).ReplaceAllString(s, "")
 	s = regexp.MustCompile(`(?m)^Date: .*$`).ReplaceAllString(s, "Date:")
 	return regexp.MustCompile(`\d{10,}`).ReplaceAllString(s, "…")
 }

@@ -201,6 +201,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		// Never without the header because little is left: to the peer, no header
 		// is no limit.
 		closeBody(req)
+		c.need = c.opts.Reserve + time.Millisecond
 		reason, why := ReasonDeadline, context.DeadlineExceeded
 		if c.ctx.Err() == context.Canceled {
 			reason, why = ReasonCanceled, contextError(c.ctx)

@@ -8,6 +8,7 @@ import (
 	"log"
 	"net"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/stinthttp/stint"
@@ -72,11 +73,21 @@ func (p plainRetries) Do(req *http.Request) (*http.Response, error) {
 
 // guarded puts stint between the tiers: defaults everywhere, and a deadline at
 // the edge. One set of metrics serves all tiers: labels tell them apart.
-type guarded struct{ metrics *stint.Metrics }
+type guarded struct {
+	metrics *stint.Metrics
+	halves  *[len(tiers)]halves
+}
+
+// halves is the stint of one tier: what it calls with, which the database lacks,
+// and what it receives with.
+type halves struct {
+	transport  *stint.Transport
+	middleware *stint.Middleware
+}
 
 func newGuarded() (guarded, error) {
 	metrics, err := stint.NewMetrics(stint.MetricsConfig{})
-	return guarded{metrics}, err
+	return guarded{metrics, new([len(tiers)]halves)}, err
 }
 
 func (g guarded) caller(peer string) (caller, error) {
@@ -89,6 +100,7 @@ func (g guarded) caller(peer string) (caller, error) {
 	if err != nil {
 		return nil, err
 	}
+	g.halves[slices.Index(tiers[:], peer)-1].transport = transport
 	return &http.Client{Transport: transport}, nil
 }
 
@@ -101,6 +113,7 @@ func (g guarded) receive(tier int, next http.Handler) (http.Handler, error) {
 	if err != nil {
 		return nil, err
 	}
+	g.halves[tier].middleware = middleware
 	return middleware.Handler(next), nil
 }
 

@@ -24,8 +24,9 @@ const (
 // it runs.
 type switchedHop struct {
 	guarded
-	kinds map[hopKind]caller
-	now   atomic.Pointer[caller]
+	kinds  map[hopKind]caller
+	lavish *stint.Transport
+	now    atomic.Pointer[caller]
 }
 
 func (s *switchedHop) caller(peer string) (caller, error) {
@@ -41,6 +42,7 @@ func (s *switchedHop) caller(peer string) (caller, error) {
 	if err != nil {
 		return nil, err
 	}
+	s.lavish = lavish
 	plain, err := unguarded{}.caller(peer)
 	if err != nil {
 		return nil, err

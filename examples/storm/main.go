@@ -26,6 +26,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/stinthttp/stint"
 )
 
 // headroom is what the database can take, as a multiple of what users ask.
@@ -238,6 +240,11 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 			mux := http.NewServeMux()
 			mux.Handle("/{$}", edge)
 			mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+			for tier, h := range g.halves {
+				mux.Handle("GET /debug/stint/"+tiers[tier], stint.DebugHandler(h.transport, h.middleware))
+			}
+			// A handler is for one transport: the ledger's other one has its own.
+			mux.Handle("GET /debug/stint/ledger/lavish", stint.DebugHandler(hop.lavish, nil))
 			mux.HandleFunc("POST /fault", func(w http.ResponseWriter, r *http.Request) {
 				k, err := parseFault(r.FormValue("kind"))
 				if err != nil {
@@ -271,6 +278,8 @@ a request, and one that was due in January 1970, which is a 504:
   curl -i -H 'X-Request-Deadline: 1' %[1]s
 the metrics of all four services:
   curl -s %[1]smetrics
+what the ledger's stint knows, as JSON; a browser gets a page (edge, orders, ledger, database):
+  curl -s %[1]sdebug/stint/ledger
 break the database (outage, slow, flap, stall, partial), and mend it:
   curl -X POST '%[1]sfault?kind=outage'
   curl -X POST '%[1]sfault?kind=none'
