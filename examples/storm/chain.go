@@ -72,11 +72,14 @@ func (p plainRetries) Do(req *http.Request) (*http.Response, error) {
 
 // guarded puts stint between the tiers: defaults everywhere, and a deadline at
 // the edge. One set of metrics serves all tiers: labels tell them apart.
-type guarded struct{ metrics *stint.Metrics }
+type guarded struct {
+	metrics   *stint.Metrics
+	debugEcho func(*http.Request) bool // of every tier
+}
 
 func newGuarded() (guarded, error) {
 	metrics, err := stint.NewMetrics(stint.MetricsConfig{})
-	return guarded{metrics}, err
+	return guarded{metrics: metrics}, err
 }
 
 func (g guarded) caller(peer string) (caller, error) {
@@ -93,7 +96,7 @@ func (g guarded) caller(peer string) (caller, error) {
 }
 
 func (g guarded) receive(tier int, next http.Handler) (http.Handler, error) {
-	config := stint.MiddlewareConfig{Service: tiers[tier], Metrics: g.metrics}
+	config := stint.MiddlewareConfig{Service: tiers[tier], Metrics: g.metrics, DebugEcho: g.debugEcho}
 	if tier == 0 {
 		config.Timeout = timeout
 	}
