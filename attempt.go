@@ -98,6 +98,9 @@ func (c *call) send(body io.ReadCloser) result {
 		r.err = &cutError{r.err}
 	}
 	c.inHand = r.resp
+	if p := c.probe(); p != nil && r.resp != nil {
+		c.collect(p, r.resp)
+	}
 	if trace != nil {
 		resends := int(trace.resends.Load())
 		c.resends += resends
@@ -171,6 +174,9 @@ func (c *call) header(sent time.Time) http.Header {
 	if c.attempts > 1 {
 		h[HeaderRetryCount] = []string{strconv.Itoa(c.attempts - 1)}
 	}
+	if c.probe() != nil {
+		h[HeaderDebugEcho] = []string{probeHop}
+	}
 	return h
 }
 
@@ -184,6 +190,8 @@ func isFleetHeader(k string) bool {
 		return strings.EqualFold(k, HeaderTimeout)
 	case len(HeaderRetryCount):
 		return strings.EqualFold(k, HeaderRetryCount)
+	case len(HeaderDebugEcho):
+		return strings.EqualFold(k, HeaderDebugEcho)
 	}
 	return false
 }

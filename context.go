@@ -119,6 +119,7 @@ type arrival struct {
 	reportOnly bool
 	detached   bool
 	over       atomic.Bool // the upgrade is done: the deadline was for the handshake
+	probe      *probe      // nil: the request is not probed, and neither are calls
 	note       note
 }
 

@@ -292,7 +292,26 @@ func (g *guard) interrupt() {
 // not name a status.
 func (g *guard) beginLocked() {
 	g.publishLocked()
+	g.markLocked()
 	g.x.answer(http.StatusOK)
+}
+
+// markLocked sets the header by which a probed hop reports, if that is still to be
+// sent.
+func (g *guard) markLocked() {
+	if g.x.probe == nil || g.x.answered() {
+		return
+	}
+	g.x.probe.mark(g.w.Header(), http.StatusOK)
+	g.keepLocked(HeaderDebugDeadline)
+}
+
+// keepLocked keeps a header that we have set on the answer when the handler's map
+// is copied once more, at its end: a layer outside may send it only then.
+func (g *guard) keepLocked(name string) {
+	if v, ok := g.w.Header()[name]; ok {
+		g.header[name] = v
+	}
 }
 
 // publishLocked copies the handler's header map to the writer's, if that is
@@ -330,8 +349,11 @@ func (g *guard) WriteHeader(code int) {
 	first := !g.x.answered()
 	g.publishLocked()
 	g.x.writeHeader(g.w, code)
-	if mark, ok := g.w.Header()[HeaderShouldRetry]; ok && first {
-		g.header[HeaderShouldRetry] = mark
+	if first {
+		g.keepLocked(HeaderShouldRetry)
+		if g.x.probe != nil {
+			g.keepLocked(HeaderDebugDeadline)
+		}
 	}
 	g.w.WriteHeader(code)
 }
@@ -375,6 +397,7 @@ func (g *guard) FlushError() error {
 		return http.ErrHandlerTimeout
 	}
 	g.publishLocked()
+	g.markLocked()
 	err := http.NewResponseController(g.w).Flush()
 	if !errors.Is(err, http.ErrNotSupported) {
 		g.x.answer(http.StatusOK)

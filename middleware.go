@@ -140,6 +140,28 @@ type MiddlewareConfig struct {
 	//     connection, and still be reading.
 	HardStop bool
 
+	// DebugEcho, if not nil, tells who may probe: find out where on its way a
+	// deadline gets lost. It is asked for requests with the header
+	// X-Debug-Echo-Deadline, and should say yes to the fleet, and to operators by
+	// an address or a secret: what they are told names services and peers, though
+	// neither URLs nor headers. nil: nobody; the header is then not looked at.
+	//
+	// A request with X-Debug-Echo-Deadline: 1 is served as usual and answered
+	// with its status, and in place of the body with JSON: a list of the hops
+	// that took part, each with the deadline that it got and kept to, in
+	// pre-order, one for each attempt that was answered, at most 16. Transports
+	// ask the services that the handler calls with the value "hop", as far as
+	// they are not foreign. Where those allow it as well, they keep their answer
+	// and add the header X-Debug-Deadline with their part of the list, at most
+	// 4 KiB of it. A call that ends after the answer has begun is not in it.
+	// Others appear as what their caller saw of them.
+	//
+	// Requests to switch protocols are not probed with 1, and neither are
+	// requests that Exempt lets through. For 204, 205 and 304, which have no
+	// body, 200 is answered and the list has the status; on HEAD the list is in
+	// X-Debug-Deadline.
+	DebugEcho func(*http.Request) bool
+
 	// Hook, if not nil, gets EventArrived, EventExpired, EventServed and, with
 	// HardStop, EventPanicked. It is called inline; its context carries the
 	// values of the request's, and lives on when the deadline passes.
@@ -287,8 +309,17 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 		return
 	}
 	x := m.arrive(r)
+	var probed *probeWriter
+	if m.cfg.DebugEcho != nil {
+		if probed = x.startProbe(w, r); probed != nil {
+			w = probed
+		}
+	}
 	if x.refusal != nil {
 		x.refuse(w, r, x.refusal.Reason, x.start)
+		if probed != nil {
+			probed.finish(x, r.Method)
+		}
 		x.served(x)
 		return
 	}
@@ -310,10 +341,17 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	x.finish(req.Context())
 
 	switch {
-	case x.cut && (x.left || x.answered()) || x.spoiled:
+	case x.cut && (x.left || x.answered() && probed == nil) || x.spoiled && probed == nil:
 		x.breakOff(w, r)
-	case x.exceeded && !x.answered() && !m.cfg.ReportOnly:
+	case x.exceeded && (!x.answered() || x.cut) && !m.cfg.ReportOnly:
+		// What a probed edge had begun to answer has not gone out.
 		x.refuse(w, r, ReasonExpired, x.finished)
+	}
+	switch {
+	case probed != nil:
+		probed.finish(x, r.Method)
+	case x.probe != nil && !x.answered():
+		x.probe.mark(w.Header(), http.StatusOK) // net/http answers for a handler that just returns
 	}
 }
 
@@ -630,7 +668,9 @@ var snoops = sync.Pool{New: func() any { return newSnoop() }}
 
 // watch returns w with the hooks that see an answer begin.
 func (x *exchange) watch(w http.ResponseWriter) http.ResponseWriter {
-	if hides(w) {
+	// The guard is told before an answer begins, whatever begins it, as the hooks
+	// are not: early enough to set a header.
+	if hides(w) || x.probe != nil {
 		return (&guard{x: x, w: w, header: w.Header(), inline: true}).writer()
 	}
 	s := snoops.Get().(*snoop)
@@ -725,6 +765,9 @@ func (x *exchange) writeHeader(w http.ResponseWriter, code int) {
 	if !x.answer(code) {
 		return // superfluous: net/http ignores it
 	}
+	if x.probe != nil {
+		x.probe.mark(w.Header(), code)
+	}
 	switch code {
 	case http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout:
 		if x.note.set() && !x.m.cfg.ReportOnly {
@@ -776,6 +819,9 @@ func (x *exchange) refuse(w http.ResponseWriter, r *http.Request, reason Reason,
 	h.Set(HeaderShouldRetry, "false")
 	if code == http.StatusGatewayTimeout {
 		h.Set(HeaderDeadlineExpired, "1")
+	}
+	if x.probe != nil {
+		x.probe.mark(h, code)
 	}
 	x.reason = reason
 	x.status.Store(int32(code))

@@ -74,8 +74,9 @@ func (p plainRetries) Do(req *http.Request) (*http.Response, error) {
 // guarded puts stint between the tiers: defaults everywhere, and a deadline at
 // the edge. One set of metrics serves all tiers: labels tell them apart.
 type guarded struct {
-	metrics *stint.Metrics
-	halves  *[len(tiers)]halves
+	metrics   *stint.Metrics
+	debugEcho func(*http.Request) bool // of every tier
+	halves    *[len(tiers)]halves
 }
 
 // halves is the stint of one tier: what it calls with, which the database lacks,
@@ -87,7 +88,7 @@ type halves struct {
 
 func newGuarded() (guarded, error) {
 	metrics, err := stint.NewMetrics(stint.MetricsConfig{})
-	return guarded{metrics, new([len(tiers)]halves)}, err
+	return guarded{metrics: metrics, halves: new([len(tiers)]halves)}, err
 }
 
 func (g guarded) caller(peer string) (caller, error) {
@@ -105,7 +106,7 @@ func (g guarded) caller(peer string) (caller, error) {
 }
 
 func (g guarded) receive(tier int, next http.Handler) (http.Handler, error) {
-	config := stint.MiddlewareConfig{Service: tiers[tier], Metrics: g.metrics}
+	config := stint.MiddlewareConfig{Service: tiers[tier], Metrics: g.metrics, DebugEcho: g.debugEcho}
 	if tier == 0 {
 		config.Timeout = timeout
 	}

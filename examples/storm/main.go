@@ -231,6 +231,8 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 	if err := registry.Register(g.metrics); err != nil {
 		return err
 	}
+	// Everybody may probe: the addresses are those of this machine alone.
+	g.debugEcho = func(*http.Request) bool { return true }
 	hop := &switchedHop{guarded: g}
 	chain, err := startChain(chainConfig{
 		guard:    hop,
@@ -276,6 +278,8 @@ The chain with stint is up under %[2]d requests/s, until Ctrl-C. From another te
 a request, and one that was due in January 1970, which is a 504:
   curl -i %[1]s
   curl -i -H 'X-Request-Deadline: 1' %[1]s
+where a deadline of two seconds goes, by the account of all four services:
+  curl -s -H "X-Request-Deadline: $(($(date +%%s%%3N) + 2000))" -H 'X-Debug-Echo-Deadline: 1' %[1]s | jq
 the metrics of all four services:
   curl -s %[1]smetrics
 what the ledger's stint knows, as JSON; a browser gets a page (edge, orders, ledger, database):
