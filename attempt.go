@@ -24,6 +24,7 @@ type result struct {
 	verdict verdict
 	reason  Reason // where the verdict is terminal: the deadline or the caller's leaving, "" for neither
 	cut     bool   // AttemptTimeout ended it
+	barred  bool   // RetryError says no: nobody learns from it
 	skewed  bool   // a 504 for the deadline from a host whose clock is ahead: the rest of what it says is void
 }
 
@@ -262,6 +263,9 @@ func (c *call) judge(r *result, now time.Time, trace *wireTrace) {
 		r.verdict = terminal // the caller's own body failed, not the peer
 	default:
 		r.verdict = classifyError(r.err, trace.unsent(r.cut))
+		if r.verdict != terminal && !r.cut && c.t.cfg.RetryError != nil && !c.t.cfg.RetryError(r.err) {
+			r.verdict, r.barred = terminal, true
+		}
 	}
 }
 
@@ -271,6 +275,9 @@ const minSkew = 10 * time.Millisecond
 
 // learn tells the budget, the histogram and nobody else what the attempt showed.
 func (c *call) learn(r *result, now time.Time, took time.Duration) {
+	if r.barred {
+		return
+	}
 	c.latency.ended(now, r.cut)
 	switch {
 	case r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode):

@@ -60,6 +60,14 @@ type Config struct {
 	// set earn no retry credit even where RetryStatus does not retry them.
 	RetryStatus func(status int) bool
 
+	// RetryError says which errors of Base are worth a retry; it is not asked
+	// about errors of certificates and malformed requests, which never are, nor
+	// about AttemptTimeout. nil: all others. An error that is not worth one ends
+	// the request, costs no budget, and says nothing about the peer: neither its
+	// latencies nor Throttle take notice. That is what the error of an open
+	// circuit breaker in Base is.
+	RetryError func(error) bool
+
 	// Peer names the peer that a request goes to, which is the key of budget,
 	// histogram and metrics. nil: host and port of the URL, in lower case and
 	// with the port always spelled out.
