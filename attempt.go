@@ -279,8 +279,10 @@ func (c *call) learn(r *result, now time.Time, took time.Duration) {
 		return
 	}
 	c.latency.ended(now, r.cut)
+	well := r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode)
+	c.peer.throttle.learn(now, r, well)
 	switch {
-	case r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode):
+	case well:
 		c.peer.budget.success(now)
 		c.latency.record(now, took)
 	case r.verdict == done:
