@@ -67,7 +67,7 @@ func (t *throttle) holds(now time.Time, jitter func() float64) bool {
 // learn counts an attempt that failed, if the peer is why. Those that succeed are
 // in the budget.
 func (t *throttle) learn(now time.Time, r *result, answered bool) {
-	if t == nil || r.barred {
+	if t == nil {
 		return
 	}
 	switch {
