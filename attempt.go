@@ -31,78 +31,172 @@ type result struct {
 // final reports whether nothing is left to decide.
 func (r *result) final() bool { return r.verdict == done || r.verdict == terminal }
 
+// An attempt is one pass of a request to the base. The first lies in its call, so
+// that a request that succeeds at once costs one allocation for both; a retry has
+// its own, since the base may still be reading what it was given before.
+type attempt struct {
+	number int // from 1
+	sent   time.Time
+	req    http.Request // what the base gets
+	// lines backs the values of req.Header, which share no memory with the
+	// caller's. Eight are more than most requests have; of more, append makes
+	// another array.
+	lines  [8]string
+	upload *upload       // nil: nothing to watch
+	unsent io.ReadCloser // a body that the base does not have yet
+
+	cancel context.CancelCauseFunc // nil: req has the request's own context
+	timer  *time.Timer             // for AttemptTimeout; nil: none
+}
+
+// An upload is what has to be watched of an attempt that is unsafe to repeat or
+// has a body. Apart from the attempt, since most are neither.
+type upload struct {
+	trace  wireTrace
+	traced bool
+	bodies requestBodies
+}
+
 // send makes one attempt. The request it hands to the base is a copy with a
 // header of its own, down to the values.
 func (c *call) send(body io.ReadCloser) result {
-	sent := c.start
+	a := c.prepare(body)
+	if c.t.cfg.Hook != nil {
+		c.emit(Event{Kind: EventAttemptSent, Remaining: c.remaining(a.sent)})
+	}
+	a.unsent = nil
+	c.seen = time.Time{}
+	resp, err := c.t.base.RoundTrip(&a.req)
+	a.disarm()
+	return c.conclude(a, resp, err)
+}
+
+// prepare makes the next attempt ready to go, and counts it.
+func (c *call) prepare(body io.ReadCloser) *attempt {
+	a := &c.first
+	a.sent = c.start
 	if c.attempts > 0 {
-		sent = time.Now()
+		a = &attempt{sent: time.Now()}
 	}
 	c.attempts++
+	a.number = c.attempts
+	c.last = a
 
 	ctx := c.bound
-	stop := func() {}
-	var cancel context.CancelCauseFunc
+	guarded := hasBody(c.req) && replayable(c.req) && !(c.opts.MaxAttempts == 1 && c.repeatable)
+	if c.traced || guarded {
+		a.upload = &upload{traced: c.traced}
+	}
 	if c.opts.AttemptTimeout > 0 || c.traced && !c.repeatable && !hasBody(c.req) {
-		ctx, cancel = context.WithCancelCause(ctx)
-		c.cancelAttempt = func() { cancel(context.Canceled) }
+		ctx, a.cancel = context.WithCancelCause(ctx)
 	}
 	if c.opts.AttemptTimeout > 0 {
-		// The timer ends with the headers, so that it does not cut the body: a
-		// context with a timeout would.
-		timer := time.AfterFunc(c.opts.AttemptTimeout, func() { cancel(causeAttemptTimeout) })
-		defer timer.Stop() // a base may panic
-		stop = func() {
-			if !timer.Stop() {
-				cancel(causeAttemptTimeout) // it is about to: the attempt must not look whole
-			}
-		}
+		a.arm(c.opts.AttemptTimeout)
 	}
-	var trace *wireTrace
 	if c.traced {
-		trace = new(wireTrace)
+		trace := &a.upload.trace
 		if !c.repeatable {
 			trace.allowed = int32(c.resendsAllowed())
-			trace.cancel = cancel
+			trace.cancel = a.cancel
 		}
 		ctx = trace.attach(ctx)
 	}
-	out := c.req.WithContext(ctx)
-	out.Header = c.header(sent)
-	c.setBody(out, body, trace)
-	c.unsent = out.Body
-
-	if c.attempts == 1 {
-		c.peer.budget.request(sent)
+	if ctx == c.ctx {
+		a.req = *c.req
+	} else {
+		a.req = *c.req.WithContext(ctx) // inlined: the copy in between is on the stack
 	}
-	c.peer.metrics.sent(sent, c.attempts)
-	if c.t.cfg.Hook != nil {
-		c.emit(Event{Kind: EventAttemptSent, Remaining: c.remaining(sent)})
+	a.req.Body = body
+	if guarded {
+		a.guard(body, c.req.GetBody)
 	}
+	a.unsent = a.req.Body
+	c.setHeader(a)
 
-	c.unsent = nil
-	resp, err := c.t.base.RoundTrip(out)
+	if a.number == 1 {
+		c.peer.budget.request(a.sent)
+	}
+	c.peer.metrics.sent(a.sent, a.number)
+	return a
+}
 
-	stop()
+// arm starts the attempt's own timeout. It ends with the headers, so that it does
+// not cut the body: a context with a timeout would.
+func (a *attempt) arm(timeout time.Duration) {
+	a.timer = time.AfterFunc(timeout, func() { a.cancel(causeAttemptTimeout) })
+}
+
+func (a *attempt) disarm() {
+	if a.timer != nil && !a.timer.Stop() {
+		a.cancel(causeAttemptTimeout) // it is about to: the attempt must not look whole
+	}
+}
+
+// cause returns which of the attempt's own limits has ended it, or something else.
+func (a *attempt) cause() error {
+	if a.cancel == nil {
+		return nil
+	}
+	return context.Cause(a.req.Context())
+}
+
+// release ends what was made for the attempt alone. a may be nil.
+func (a *attempt) release() {
+	if a == nil {
+		return
+	}
+	if a.timer != nil {
+		a.timer.Stop() // a base may have panicked
+	}
+	if a.cancel != nil {
+		a.cancel(context.Canceled)
+	}
+}
+
+// bodies returns the bodies of the attempt that are guarded; nil: none.
+func (a *attempt) bodies() *requestBodies {
+	if a == nil || a.upload == nil {
+		return nil
+	}
+	return &a.upload.bodies
+}
+
+// trace returns what was seen of the wire; nil: nobody looked.
+func (a *attempt) trace() *wireTrace {
+	if a.upload == nil || !a.upload.traced {
+		return nil
+	}
+	return &a.upload.trace
+}
+
+// conclude makes a result of what the base returned.
+func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 	ended := time.Now()
-	resp, err = mend(resp, err, out)
-	r := result{resp: resp, err: err, cut: context.Cause(ctx) == causeAttemptTimeout}
-	if context.Cause(ctx) == errResends {
-		r.err = errResends // net/http says context.Canceled
-	}
-	if r.cut {
+	c.seen = ended
+	resp, err = mend(resp, err, &a.req)
+	r := result{resp: resp, err: err}
+	switch a.cause() {
+	case nil:
+	case causeAttemptTimeout:
+		r.cut = true
 		if resp != nil {
 			// The headers came as the timer fired: the body would end in an error.
 			resp.Body.Close()
 			r.resp, r.err = nil, causeAttemptTimeout
 		}
 		r.err = &cutError{r.err}
+	case errResends:
+		if resp != nil {
+			resp.Body.Close() // likewise
+			r.resp = nil
+		}
+		r.err = errResends // net/http says context.Canceled
 	}
 	c.inHand = r.resp
 	if p := c.probe(); p != nil && r.resp != nil {
 		c.collect(p, r.resp)
 	}
-	if trace != nil {
+	if trace := a.trace(); trace != nil {
 		resends := int(trace.resends.Load())
 		c.resends += resends
 		if !trace.h2.Load() {
@@ -110,10 +204,10 @@ func (c *call) send(body io.ReadCloser) result {
 		}
 		c.peer.metrics.resent(resends)
 	}
-	c.judge(&r, ended, trace)
-	c.learn(&r, ended, ended.Sub(sent))
+	c.judge(&r, ended)
+	c.learn(&r, ended, ended.Sub(a.sent))
 	if c.t.cfg.Hook != nil {
-		c.emit(Event{Kind: EventAttemptDone, Remaining: c.remaining(ended), Took: ended.Sub(sent), Status: r.status(), Err: r.err})
+		c.emit(Event{Kind: EventAttemptDone, Remaining: c.remaining(ended), Took: ended.Sub(a.sent), Status: r.status(), Err: r.err})
 	}
 	return r
 }
@@ -151,34 +245,71 @@ func mend(resp *http.Response, err error, sent *http.Request) (*http.Response, e
 	return resp, err
 }
 
-// header returns the header of this attempt.
-func (c *call) header(sent time.Time) http.Header {
-	h := c.req.Header.Clone()
-	if h == nil {
-		h = make(http.Header, 4)
-	}
-	for k := range h {
-		if isFleetHeader(k) {
-			delete(h, k) // in any spelling: two would both be sent
+// setHeader gives the attempt a header of its own. Its values share two arrays,
+// and what we write shares one string.
+func (c *call) setHeader(a *attempt) {
+	h := make(http.Header, len(c.req.Header)+maxAdded)
+	lines := a.lines[:0]
+	replaced := c.key.replaces()
+	for k, v := range c.req.Header {
+		// Those that only we set go in any spelling: two would both be sent.
+		if c.scan.fleet && isFleetHeader(k) || replaced && c.scan.key && isKeyHeader(k) {
+			continue
 		}
+		if v == nil {
+			h[k] = nil // means something to net/http
+			continue
+		}
+		n := len(lines)
+		lines = append(lines, v...)
+		h[k] = lines[n:len(lines):len(lines)]
 	}
-	c.key.apply(h, c.req.Method, c.t.std)
+	add := func(name, value string) {
+		n := len(lines)
+		lines = append(lines, value)
+		h[name] = lines[n : n+1 : n+1]
+	}
+	c.key.apply(h, add, c.t.std)
+	a.req.Header = h
 	if c.foreign {
-		return h
+		return
 	}
 	if c.wire {
-		h[HeaderDeadline] = []string{strconv.FormatInt(c.wireMS, 10)}
+		var buf [40]byte
 		// By the monotonic clock, and taken anew for each attempt: a peer that
 		// gets a retry must not think it has the time of the first.
-		h[HeaderTimeout] = []string{strconv.FormatInt(c.sendBy.Sub(sent).Milliseconds(), 10)}
+		text := strconv.AppendInt(buf[:0], c.wireMS, 10)
+		n := len(text)
+		both := string(strconv.AppendInt(text, c.sendBy.Sub(a.sent).Milliseconds(), 10))
+		add(HeaderDeadline, both[:n])
+		add(HeaderTimeout, both[n:])
 	}
-	if c.attempts > 1 {
-		h[HeaderRetryCount] = []string{strconv.Itoa(c.attempts - 1)}
+	if a.number > 1 {
+		add(HeaderRetryCount, strconv.Itoa(a.number-1))
 	}
 	if c.probe() != nil {
-		h[HeaderDebugEcho] = []string{probeHop}
+		add(HeaderDebugEcho, probeHop)
 	}
-	return h
+}
+
+// maxAdded is how many headers setHeader adds, as a rule: a map that grows costs
+// as much again.
+const maxAdded = 3
+
+// A headerScan is what one pass over the caller's header shows. Most requests have
+// none of what is looked for, and walking a map once more for each costs about as
+// much as the budget.
+type headerScan struct {
+	fleet bool // one that only we set
+	key   bool // an idempotency key
+}
+
+func scanHeader(h http.Header) (s headerScan) {
+	for k := range h {
+		s.fleet = s.fleet || isFleetHeader(k)
+		s.key = s.key || isKeyHeader(k)
+	}
+	return s
 }
 
 // isFleetHeader reports whether the header is one that only we set, and that a
@@ -197,32 +328,27 @@ func isFleetHeader(k string) bool {
 	return false
 }
 
-// setBody gives the attempt its body, guarded where it may be sent again.
-func (c *call) setBody(out *http.Request, body io.ReadCloser, trace *wireTrace) {
-	out.Body = body
-	c.bodies = nil
-	if !hasBody(c.req) || !replayable(c.req) || c.opts.MaxAttempts == 1 && c.repeatable {
-		return
-	}
-	bodies := new(requestBodies)
-	c.bodies = bodies
-	out.Body = bodies.add(body)
-	// net/http rewinds by itself where nothing was written or an HTTP/2 peer
-	// refused the stream. Without GetBody those requests would fail.
-	out.GetBody = func() (io.ReadCloser, error) {
-		if trace.exhausted() {
+// guard puts the attempt's bodies under watch: the one it begins with, and those
+// that net/http gets for resends of its own. It rewinds by itself where nothing was
+// written or an HTTP/2 peer refused the stream; without GetBody those requests
+// would fail.
+func (a *attempt) guard(body io.ReadCloser, getBody func() (io.ReadCloser, error)) {
+	u := a.upload
+	a.req.Body = u.bodies.add(body)
+	a.req.GetBody = func() (io.ReadCloser, error) {
+		if u.traced && u.trace.exhausted() {
 			return nil, errResends
 		}
-		fresh, err := c.req.GetBody()
+		fresh, err := getBody()
 		if err != nil {
 			return nil, err
 		}
-		return bodies.add(fresh), nil
+		return u.bodies.add(fresh), nil
 	}
 }
 
 // judge decides what the attempt's result means.
-func (c *call) judge(r *result, now time.Time, trace *wireTrace) {
+func (c *call) judge(r *result, now time.Time) {
 	left := c.ctx.Err() // whether the caller has ended it, only the caller's context can tell
 	// The wire counts in whole milliseconds, rounded down, so the peer may end it
 	// that much sooner. Nothing is lost: a retry needs a millisecond as well.
@@ -259,10 +385,10 @@ func (c *call) judge(r *result, now time.Time, trace *wireTrace) {
 		r.err = c.error(ReasonDeadline, join(context.DeadlineExceeded, r.err))
 	case c.legacyCanceled():
 		r.verdict, r.reason = terminal, ReasonCanceled
-	case !r.cut && c.bodies.failed() != nil:
+	case !r.cut && c.last.bodies().failed() != nil:
 		r.verdict = terminal // the caller's own body failed, not the peer
 	default:
-		r.verdict = classifyError(r.err, trace.unsent(r.cut))
+		r.verdict = classifyError(r.err, c.last.trace().unsent(r.cut))
 		if r.verdict != terminal && !r.cut && c.t.cfg.RetryError != nil && !c.t.cfg.RetryError(r.err) {
 			r.verdict, r.barred = terminal, true
 		}
@@ -330,6 +456,7 @@ func (r *result) failure() error {
 // the three it was cannot be told from here. On HTTP/1 it repeats unsafe requests
 // only if nothing was written.
 type wireTrace struct {
+	hooks                 httptrace.ClientTrace
 	asked, got, wrote, h2 atomic.Bool
 	resends               atomic.Int32 // connections that net/http took after it had written
 
@@ -354,23 +481,24 @@ func (w *wireTrace) exhausted() bool {
 }
 
 func (w *wireTrace) attach(ctx context.Context) context.Context {
-	return httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{
-		GetConn: func(string) { w.asked.Store(true) },
-		GotConn: func(info httptrace.GotConnInfo) {
-			if w.cancel != nil && w.exhausted() {
-				w.cancel(errResends)
-				return
-			}
-			w.got.Store(true)
-			if w.wrote.Load() {
-				w.resends.Add(1)
-			}
-			if conn, ok := info.Conn.(*tls.Conn); ok && conn.ConnectionState().NegotiatedProtocol == "h2" {
-				w.h2.Store(true)
-			}
-		},
-		WroteHeaders: func() { w.wrote.Store(true) },
-	})
+	w.hooks.GetConn = func(string) { w.asked.Store(true) }
+	w.hooks.GotConn = w.gotConn
+	w.hooks.WroteHeaders = func() { w.wrote.Store(true) }
+	return httptrace.WithClientTrace(ctx, &w.hooks)
+}
+
+func (w *wireTrace) gotConn(info httptrace.GotConnInfo) {
+	if w.cancel != nil && w.exhausted() {
+		w.cancel(errResends)
+		return
+	}
+	w.got.Store(true)
+	if w.wrote.Load() {
+		w.resends.Add(1)
+	}
+	if conn, ok := info.Conn.(*tls.Conn); ok && conn.ConnectionState().NegotiatedProtocol == "h2" {
+		w.h2.Store(true)
+	}
 }
 
 // unsent reports whether nothing of the attempt can have reached the peer. A base

@@ -94,7 +94,7 @@ func TestP9_AllocationsOfARequest(t *testing.T) {
 		method  string
 		body    io.Reader
 		allowed float64
-	}{{"GET", nil, 9}, {"POST", strings.NewReader("body"), 23}} {
+	}{{"GET", nil, 4}, {"POST", strings.NewReader("body"), 12}} {
 		req := newRequest(t, ctx, tt.method, "http://peer.test:8080/", tt.body)
 		send := func(rt http.RoundTripper) float64 {
 			return testing.AllocsPerRun(100, func() {

@@ -32,7 +32,9 @@ const (
 // bodies of the one before it are settled. Safe for concurrent use.
 type requestBodies struct {
 	mu      sync.Mutex
-	bodies  []*requestBody // guarded by mu
+	n       int            // guarded by mu: bodies handed to the base
+	first   requestBody    // guarded by mu; the only one, as a rule
+	more    []*requestBody // guarded by mu
 	open    int            // guarded by mu: bodies that the base has not closed
 	reading int            // guarded by mu: Reads that run now
 	sealed  bool           // guarded by mu: no Read may begin
@@ -47,10 +49,15 @@ func (b *requestBodies) add(rc io.ReadCloser) io.ReadCloser {
 	if rc == nil || rc == http.NoBody {
 		return rc // net/http compares with NoBody; it has nothing to guard
 	}
-	body := &requestBody{of: b, rc: rc}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.bodies = append(b.bodies, body)
+	body := &b.first
+	if b.n > 0 {
+		body = new(requestBody)
+		b.more = append(b.more, body)
+	}
+	body.of, body.rc = b, rc
+	b.n++
 	b.open++
 	return body
 }
@@ -92,9 +99,12 @@ func (b *requestBodies) close() {
 		return
 	}
 	b.mu.Lock()
-	bodies := b.bodies
+	n, more := b.n, b.more
 	b.mu.Unlock()
-	for _, body := range bodies {
+	if n > 0 {
+		b.first.Close()
+	}
+	for _, body := range more {
 		body.Close()
 	}
 }

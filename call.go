@@ -31,10 +31,9 @@ type call struct {
 	wireMS   int64     // sendBy as Unix milliseconds, in the clock of whoever set the deadline first
 	wire     bool      // wireMS is sent
 
-	bound         context.Context // ctx, ended at deadline
-	cancelBound   context.CancelFunc
-	cancelAttempt context.CancelFunc
-	handedOver    bool // the contexts end with the answer's body
+	bound       context.Context // ctx, ended at deadline
+	cancelBound context.CancelFunc
+	handedOver  bool // the contexts end with the answer's body
 
 	turn     time.Time     // when the turn taken last is due
 	need     time.Duration // what the next attempt was last held to need; 0: nobody has asked
@@ -43,9 +42,12 @@ type call struct {
 	repeats  int            // those of them that the peer may have executed
 	inHand   *http.Response // the answer that nobody has closed or returned yet
 	held     bool           // it counts in peer.held
-	unsent   io.ReadCloser  // a body that the base does not have yet
 	counted  bool           // the outcome is
-	bodies   *requestBodies // of the latest attempt; nil: none to guard
+
+	seen  time.Time // the latest reading of the clock; zero: too long ago to be used again
+	scan  headerScan
+	last  *attempt // nil: none yet
+	first attempt
 }
 
 // begin collects what is known before the first attempt. On an error nothing is
@@ -79,7 +81,8 @@ func (t *Transport) begin(req *http.Request) (*call, error) {
 	} else {
 		c.foreign = leftFirstHost(req)
 	}
-	c.key = chooseKey(req, c.arrival, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
+	c.scan = scanHeader(req.Header)
+	c.key = chooseKey(req, c.scan.key, c.arrival, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
 	c.repeatable = idempotent(req.Method) && len(req.Header["Upgrade"]) == 0
 	c.traced = t.cfg.CountResends || !c.repeatable && replayable(req)
 
@@ -144,7 +147,7 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 	if adopted != nil {
 		tighten(adopted.e.Sub(now))
 	}
-	if len(c.req.Header) == 0 || c.arrival != nil && c.arrival.mute() {
+	if !c.scan.fleet || c.arrival != nil && c.arrival.mute() {
 		return adopted
 	}
 	if adopted == nil {
@@ -242,6 +245,7 @@ func (c *call) sleep(d time.Duration) bool {
 	if d <= 0 {
 		return c.bound.Err() == nil && !c.legacyCanceled()
 	}
+	c.seen = time.Time{}
 	timer := time.NewTimer(d)
 	defer timer.Stop()
 	select {
@@ -269,7 +273,7 @@ func (c *call) legacyCanceled() bool {
 // settle waits until the base is done with the bodies of the last attempt. An
 // answer that is still on its connection may need the upload to go on, so that is
 // left alone; behind an answer in memory, or an error, it is ended.
-func (c *call) settle() bool { return c.bodies.settled(c.bound, !c.held) }
+func (c *call) settle() bool { return c.last.bodies().settled(c.bound, !c.held) }
 
 // rewind returns the body of the next attempt.
 func (c *call) rewind() (io.ReadCloser, error) {
@@ -376,10 +380,7 @@ func (c *call) drop(r *result) (refused Reason) {
 		resp.Body.Close() // read already, or nothing to read
 	}
 	c.unhold()
-	if c.cancelAttempt != nil {
-		c.cancelAttempt()
-		c.cancelAttempt = nil
-	}
+	c.last.release()
 	switch now := time.Now(); {
 	case c.overdue(now):
 		refused = c.takeTurn()
@@ -509,7 +510,7 @@ func (c *call) leaveNote(r *result, o outcome, reason Reason) {
 // them sooner would cut it. After a 101 net/http's connection is the caller's and
 // heeds no context any more, and its body must stay writable.
 func (c *call) handOver(resp *http.Response) {
-	if c.cancelBound == nil && c.cancelAttempt == nil {
+	if c.cancelBound == nil && c.last.cancel == nil {
 		return
 	}
 	// The request in the answer is ours; its context ends with the body, which
@@ -524,9 +525,7 @@ func (c *call) handOver(resp *http.Response) {
 
 // release ends the contexts made for the request.
 func (c *call) release() {
-	if c.cancelAttempt != nil {
-		c.cancelAttempt()
-	}
+	c.last.release()
 	if c.cancelBound != nil {
 		c.cancelBound()
 	}
@@ -536,10 +535,12 @@ func (c *call) release() {
 // closes what nobody else can: answers in hand, and bodies from GetBody.
 func (c *call) end() {
 	if !c.counted {
-		c.bodies.close()
+		c.last.bodies().close()
 		c.count(outcomeError, "")
 	}
-	closeUnsent(c.unsent)
+	if c.last != nil {
+		closeUnsent(c.last.unsent)
+	}
 	if c.inHand != nil {
 		c.inHand.Body.Close() // and not drained: nobody waits for the connection
 	}
@@ -547,7 +548,11 @@ func (c *call) end() {
 	if !c.handedOver {
 		c.release()
 	}
-	c.t.peers.leave(c.peer, time.Now())
+	now := c.seen
+	if now.IsZero() {
+		now = time.Now()
+	}
+	c.t.peers.leave(c.peer, now)
 }
 
 func (c *call) remaining(now time.Time) time.Duration {

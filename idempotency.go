@@ -76,12 +76,14 @@ type requestKey struct {
 }
 
 // chooseKey decides on the key of a request, which is made for the arrival served
-// if that is not nil. It does not change the request.
-func chooseKey(req *http.Request, served *arrival, override string, policy KeyPolicy, foreign bool) requestKey {
+// if that is not nil. keyed says whether the header has one. It does
+// not change the request.
+func chooseKey(req *http.Request, keyed bool, served *arrival, override string, policy KeyPolicy, foreign bool) requestKey {
 	if override != "" && !safeHop(req) {
 		return requestKey{value: override, override: true, promise: true}
 	}
-	if value, found := callersKey(req.Header); found {
+	if keyed {
+		value, _ := callersKey(req.Header)
 		// A copied key may have been made by the transport of whoever called the
 		// proxy, which promises nothing. RequestURI is only set on requests that
 		// a server has received, and httputil.ReverseProxy leaves it in place.
@@ -169,27 +171,27 @@ func isKeyHeader(k string) bool {
 // does not act on it. [http.Transport] resends a POST whose kept-alive
 // connection dies if the map has a canonical Idempotency-Key or
 // X-Idempotency-Key, even an empty one, and nobody counts that attempt.
-func unreplayed(name string) string { return strings.ToLower(name) }
+func unreplayed(name string) string {
+	if name == HeaderIdempotencyKey {
+		return "idempotency-key" // without an allocation
+	}
+	return strings.ToLower(name)
+}
 
-// apply sets the key in the header of an attempt, a copy of the caller's. std
-// says that the base is an *http.Transport; other bases may look a caller's key
-// up and get it as the caller wrote it.
-func (k requestKey) apply(h http.Header, method string, std bool) {
+// replaces reports whether the key takes the place of those in the caller's
+// header.
+func (k *requestKey) replaces() bool { return k.injected || k.override }
+
+// apply sets the key in the header of an attempt, a copy of the caller's, where
+// add adds a line. std says that the base is an *http.Transport; other bases may
+// look a caller's key up and get it as the caller wrote it.
+func (k *requestKey) apply(h http.Header, add func(name, value string), std bool) {
 	switch {
-	case k.injected, k.override:
-		deleteKeys(h)
-		h[unreplayed(HeaderIdempotencyKey)] = []string{k.value}
+	case k.replaces():
+		add(unreplayed(HeaderIdempotencyKey), k.value)
 	case k.promise, k.copied:
 		collapse(h, HeaderIdempotencyKey, std)
 		collapse(h, headerXIdempotencyKey, std)
-	}
-}
-
-func deleteKeys(h http.Header) {
-	for k := range h {
-		if isKeyHeader(k) {
-			delete(h, k)
-		}
 	}
 }
 
