@@ -23,6 +23,7 @@ type result struct {
 	verdict verdict
 	reason  Reason // where the verdict is terminal: the deadline or the caller's leaving, "" for neither
 	cut     bool   // AttemptTimeout ended it
+	barred  bool   // RetryError says no: nobody learns from it
 	skewed  bool   // a 504 for the deadline from a host whose clock is ahead: the rest of what it says is void
 }
 
@@ -355,6 +356,9 @@ func (c *call) judge(r *result, now time.Time) {
 		r.verdict = terminal // the caller's own body failed, not the peer
 	default:
 		r.verdict = classifyError(r.err, c.last.trace().unsent(r.cut))
+		if r.verdict != terminal && !r.cut && c.t.cfg.RetryError != nil && !c.t.cfg.RetryError(r.err) {
+			r.verdict, r.barred = terminal, true
+		}
 	}
 }
 
@@ -364,9 +368,14 @@ const minSkew = 10 * time.Millisecond
 
 // learn tells the budget, the histogram and nobody else what the attempt showed.
 func (c *call) learn(r *result, now time.Time, took time.Duration) {
+	if r.barred {
+		return
+	}
 	c.latency.ended(now, r.cut)
+	well := r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode)
+	c.peer.throttle.learn(now, r, well)
 	switch {
-	case r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode):
+	case well:
 		c.peer.budget.success(now)
 		c.latency.record(now, took)
 	case r.verdict == done:

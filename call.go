@@ -478,7 +478,7 @@ func (c *call) outcome(r *result, reason Reason) outcome {
 		return outcomeDeadline
 	case ReasonCanceled:
 		return outcomeCanceled
-	case ReasonBudget, ReasonTurn, ReasonSlow, ReasonHeld, ReasonRetryAfter:
+	case ReasonBudget, ReasonTurn, ReasonSlow, ReasonHeld, ReasonRetryAfter, ReasonThrottle:
 		return outcomeRefused
 	case "":
 		if r.verdict == done && !c.t.failure(r.resp.StatusCode) {
@@ -499,7 +499,7 @@ func (c *call) leaveNote(r *result, o outcome, reason Reason) {
 	}
 	told := r.resp != nil && !r.skewed && r.resp.StatusCode >= 400 && toldNotTo(r.resp.Header)
 	switch {
-	case told, reason == ReasonBudget, reason == ReasonTurn, o != outcomeOK && c.attempts > 1 && !r.skewed:
+	case told, reason == ReasonBudget, reason == ReasonTurn, reason == ReasonThrottle, o != outcomeOK && c.attempts > 1 && !r.skewed:
 		a.note.fail(c.peer.name)
 	case o == outcomeOK:
 		a.note.succeed(c.peer.name)

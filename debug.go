@@ -480,6 +480,7 @@ var debugReasons = map[Reason]string{
 	ReasonTurn:          "the next free turn is too far away",
 	ReasonHeld:          "too many answers are held open",
 	ReasonCanceled:      "the caller has gone",
+	ReasonThrottle:      "Throttle holds it back, as most fails",
 }
 
 func showReason(r debugRefusal) string {

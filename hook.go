@@ -10,6 +10,7 @@ type Reason string
 // Client side, in the order in which they are asked: the first "no" is the
 // reason.
 const (
+	ReasonThrottle      Reason = "throttle"       // Config.Throttle holds it back: the peer fails most of what it gets
 	ReasonAttempts      Reason = "attempts"       // MaxAttempts is used up
 	ReasonNotReplayable Reason = "not_replayable" // the body cannot be sent again
 	ReasonNotIdempotent Reason = "not_idempotent" // repeating it might execute it twice

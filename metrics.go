@@ -368,6 +368,7 @@ var (
 	outcomes = [...]outcome{outcomeOK, outcomeError, outcomeDeadline, outcomeRefused, outcomeCanceled}
 
 	clientReasons = [...]Reason{
+		ReasonThrottle,
 		ReasonAttempts, ReasonNotReplayable, ReasonNotIdempotent, ReasonToldNotTo, ReasonRetryAfter,
 		ReasonDeadline, ReasonSlow, ReasonBudget, ReasonTurn, ReasonHeld, ReasonCanceled,
 	}

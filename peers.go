@@ -22,11 +22,12 @@ const (
 
 // A peer is what a Transport knows of one peer.
 type peer struct {
-	name    string
-	budget  *budget
-	latency *classes
-	metrics *peerMetrics
-	held    atomic.Int32 // answers kept open by waiting retries
+	name     string
+	budget   *budget
+	throttle *throttle // nil: Config.Throttle is off
+	latency  *classes
+	metrics  *peerMetrics
+	held     atomic.Int32 // answers kept open by waiting retries
 
 	refusals ring[refusal] // the latest, for DebugHandler
 
@@ -119,6 +120,7 @@ func (t *peers) newPeer(name string) *peer {
 		latency: newClasses(t.cfg.Admission.Window, t.origin),
 		metrics: t.cfg.Metrics.acquirePeer(name),
 	}
+	p.throttle = newThrottle(t.cfg.Throttle, p.budget)
 	p.inflight.Store(1)
 	return p
 }

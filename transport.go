@@ -50,6 +50,13 @@ type Config struct {
 
 	// Budget bounds the retries to each peer.
 	Budget BudgetConfig
+	// Throttle holds requests back, first attempts too, while a peer fails more
+	// than half of what it gets within Budget.Window: of n attempts of which a
+	// succeed, a share of (n−2a)/(n+1), and never more than half. They end with an
+	// [*Error] of ReasonThrottle, and the peer gets room to recover. It lets go by
+	// itself as the peer recovers. Fewer than 10 attempts in a window are no reason
+	// to hold anything back. Default: false.
+	Throttle bool
 	// Backoff sets how long a retry waits.
 	Backoff Backoff
 	// Admission sets when a retry is held to be able to end in time.
@@ -59,6 +66,14 @@ type Config struct {
 	// 429, 502, 503 and 504. X-Should-Retry overrides it. Answers of the default
 	// set earn no retry credit even where RetryStatus does not retry them.
 	RetryStatus func(status int) bool
+
+	// RetryError says which errors of Base are worth a retry; it is not asked
+	// about errors of certificates and malformed requests, which never are, nor
+	// about AttemptTimeout. nil: all others. An error that is not worth one ends
+	// the request, costs no budget, and says nothing about the peer: neither its
+	// latencies nor Throttle take notice. That is what the error of an open
+	// circuit breaker in Base is.
+	RetryError func(error) bool
 
 	// Peer names the peer that a request goes to, which is the key of budget,
 	// histogram and metrics. nil: host and port of the URL, in lower case and
@@ -207,6 +222,9 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 			reason, why = ReasonCanceled, contextError(c.ctx)
 		}
 		return c.finish(result{verdict: terminal, err: c.error(reason, why)}, reason)
+	}
+	if r, held := c.throttled(); held {
+		return c.finish(r, ReasonThrottle)
 	}
 	for body := req.Body; ; {
 		r := c.send(body)

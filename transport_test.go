@@ -364,6 +364,16 @@ func TestP8_EveryRefusalHasOneReason(t *testing.T) {
 			p.held.Store(maxHeld)
 			return get(t, ctx, tr)
 		}},
+		{ReasonThrottle, Config{Base: unavailable, Throttle: true}, func(t *testing.T, ctx context.Context, tr *Transport) (*http.Response, error) {
+			now := time.Now()
+			p := tr.peers.enter("peer.test:80", now)
+			defer tr.peers.leave(p, now)
+			for range minThrottled {
+				p.throttle.failures.add(p.budget.epoch(now))
+			}
+			tr.jitter = func() float64 { return 0 }
+			return get(t, ctx, tr)
+		}},
 		{ReasonCanceled, Config{Base: answers(status(503, "Retry-After", "5"))}, func(t *testing.T, ctx context.Context, tr *Transport) (*http.Response, error) {
 			ctx, cancel := context.WithCancel(ctx)
 			time.AfterFunc(time.Second, cancel)

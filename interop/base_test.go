@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
 	"strings"
@@ -52,11 +53,10 @@ func (b *breaker) RoundTrip(r *http.Request) (*http.Response, error) {
 }
 
 // S27: a circuit breaker around the base. It sees every attempt, and opens after
-// as many. Its error arrives as it is. It is an error of a kind that stint does
-// not know, hence like a lost connection: what is idempotent, or has the caller's
-// key, is tried again within the budget, which costs the peer nothing and the
-// caller time. A breaker that is to fail fast answers instead of an error: a 503
-// with X-Should-Retry: false.
+// as many. Its error arrives as it is. Without RetryError it is an error of a kind
+// that stint does not know, hence like a lost connection: what is idempotent, or
+// has the caller's key, is tried again within the budget, which costs the peer
+// nothing and the caller time.
 func TestS27_BreakerAroundTheBase(t *testing.T) {
 	var arrivals atomic.Int32
 	a := startBackend(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -109,20 +109,28 @@ func TestS27_BreakerAroundTheBase(t *testing.T) {
 		t.Errorf("%d attempts for 100 requests, want at most %d", got, most)
 	}
 
-	// Failing fast.
-	tr = newTransport(t, eager(stint.Config{Timeout: patience, Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
-		resp, err := b.RoundTrip(r)
-		if errors.Is(err, gobreaker.ErrOpenState) || errors.Is(err, gobreaker.ErrTooManyRequests) {
-			return &http.Response{
-				Status: "503 Service Unavailable", StatusCode: 503, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
-				Header: http.Header{stint.HeaderShouldRetry: {"false"}}, Body: http.NoBody, Request: r,
-			}, nil
+	// RetryError knows the breaker's errors: they end the request, cost no budget
+	// and the latencies do not see them.
+	metrics = newMetrics(t)
+	open := func(err error) bool {
+		return errors.Is(err, gobreaker.ErrOpenState) || errors.Is(err, gobreaker.ErrTooManyRequests)
+	}
+	tr = newTransport(t, stint.Config{Base: b, Timeout: patience, Metrics: metrics, RetryError: func(err error) bool { return !open(err) }})
+	for range 100 {
+		_, _, o, err := roundTrip(t, tr, newRequest(t, t.Context(), "GET", a.url(), nil), stint.Override{})
+		if err != gobreaker.ErrOpenState || o.Attempts != 1 || o.Reason != "" {
+			t.Fatalf("with RetryError: %v, %+v, want the breaker's error after one attempt", err, o)
 		}
-		return resp, err
-	})}))
-	resp, _, o, err := roundTrip(t, tr, newRequest(t, t.Context(), "GET", a.url(), nil), stint.Override{})
-	if err != nil || resp.StatusCode != 503 || o.Attempts != 1 || o.Reason != stint.ReasonToldNotTo {
-		t.Errorf("failing fast: %v, %v, %+v", resp, err, o)
+	}
+	for _, name := range []string{"stint_client_retries_total", "stint_refused_total", "retry_budget_exhausted_total"} {
+		if got := counter(t, metrics, name); got != 0 {
+			t.Errorf("with RetryError: %s = %d, want 0", name, got)
+		}
+	}
+	w := httptest.NewRecorder()
+	stint.DebugHandler(tr, nil).ServeHTTP(w, httptest.NewRequest("GET", "/", nil))
+	if text := w.Body.String(); !strings.Contains(text, `"taken": 0`) || !strings.Contains(text, `"samples": 0`) {
+		t.Errorf("with RetryError the budget or the latencies have noticed: %s", text)
 	}
 }
 

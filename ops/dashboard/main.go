@@ -134,7 +134,7 @@ var rows = []row{
 		},
 		{
 			title: "Why no further attempt was made", unit: perSecond, stack: true,
-			about:   "By reason. budget and turn: the peer fails too much. deadline: no time for another. told_not_to: a layer below has retried already. attempts: all were used.",
+			about:   "By reason. budget and turn: the peer fails too much. deadline: no time for another. told_not_to: a layer below has retried already. attempts: all were used. throttle: the client holds requests back.",
 			queries: one("{{peer}} {{reason}}", `sum by (peer, reason) (rate(stint_refused_total{job=~"$job", peer=~"$peer", peer!=""}[$__rate_interval])) > 0`),
 		},
 		{
