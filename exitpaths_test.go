@@ -738,6 +738,12 @@ func exitPaths() []exitPath {
 		}, gives(200)}, attempts: 2, turns: -1, outcome: outcomeOK, status: 200},
 
 		// Refusals, in the order in which they are asked.
+		{name: "held back", config: func(c *Config) { c.Throttle = true }, prepare: func(x *exitRun) {
+			for range minThrottled {
+				x.peer.throttle.failures.add(x.peer.budget.epoch(time.Now()))
+			}
+			x.tr.jitter = func() float64 { return 0 }
+		}, reason: ReasonThrottle, outcome: outcomeRefused, own: true, isNot: []error{context.Canceled, context.DeadlineExceeded}, timed: true},
 		{name: "attempts, 503", steps: []exitStep{unavailable}, attempts: 3, turns: -1, reason: ReasonAttempts, outcome: outcomeError, status: 503},
 		{name: "attempts, lost", steps: []exitStep{fails(lost)}, attempts: 3, turns: -1, reason: ReasonAttempts, outcome: outcomeError, same: lost},
 		{name: "attempts, 503 then lost", steps: []exitStep{unavailable, fails(lost)}, attempts: 3, turns: -1, reason: ReasonAttempts, outcome: outcomeError, same: lost},
@@ -797,6 +803,7 @@ func exitPaths() []exitPath {
 		{name: "certificate", steps: []exitStep{fails(x509.UnknownAuthorityError{})}, attempts: 1, outcome: outcomeError, check: func(err error) bool {
 			return errors.As(err, new(x509.UnknownAuthorityError))
 		}, timed: true},
+		{name: "not worth a retry", config: func(c *Config) { c.RetryError = func(err error) bool { return err != lost } }, steps: []exitStep{fails(lost)}, attempts: 1, outcome: outcomeError, same: lost, timed: true},
 		{name: "scheme", steps: []exitStep{fails(http.ErrSkipAltProtocol)}, attempts: 1, outcome: outcomeError, same: http.ErrSkipAltProtocol, timed: true},
 		{name: "caller's body fails", only: withBody, prepare: func(x *exitRun) {
 			x.bodies[0].Reader = io.MultiReader(strings.NewReader("some"), readFunc(func([]byte) (int, error) { return 0, broken }))
