@@ -2,13 +2,11 @@ package stint
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"io"
+	"math"
 	"net/http"
-	"net/http/httptrace"
 	"strconv"
-	"sync/atomic"
 	"time"
 )
 
@@ -94,8 +92,8 @@ func (c *call) prepare(body io.ReadCloser) *attempt {
 	}
 	if c.traced {
 		trace := &a.upload.trace
+		trace.allowed2, trace.allowed1 = c.resendsAllowed()
 		if !c.repeatable {
-			trace.allowed = int32(c.resendsAllowed())
 			trace.cancel = a.cancel
 		}
 		ctx = trace.attach(ctx)
@@ -211,12 +209,23 @@ func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 	return r
 }
 
-// resendsAllowed returns how often net/http may send this attempt again on HTTP/2.
-func (c *call) resendsAllowed() int {
-	if c.key.permits(c.opts.Keys, nil) {
-		return maxResends - c.resends
+// resendsAllowed returns how often net/http may send this attempt again once it was
+// written, on HTTP/2 and on HTTP/1.
+func (c *call) resendsAllowed() (http2, http1 int32) {
+	if c.repeatable {
+		return math.MaxInt32, math.MaxInt32 // counted, and net/http's own affair
 	}
-	return maxUnsafeResends - c.resends
+	most := maxUnsafeResends
+	if c.key.permits(c.opts.Keys, nil) {
+		most = maxResends
+	}
+	http2, http1 = int32(most-c.resends), math.MaxInt32
+	if !c.t.std && (c.key.promise || c.key.copied) && !c.key.replaces() {
+		// The caller's key is in the header as the caller spelled it, and below
+		// this base there may be an http.Transport, which resends by it.
+		http1 = int32(c.opts.MaxAttempts - c.attempts - c.repeats)
+	}
+	return http2, http1
 }
 
 // mend makes up for a base that breaks its contract, so that nothing behind it
@@ -411,66 +420,4 @@ func (r *result) failure() error {
 		return statusError(r.resp.StatusCode)
 	}
 	return r.err
-}
-
-// A wireTrace sees whether anything of an attempt was written. Its hooks may run
-// on other goroutines.
-//
-// It also bounds what net/http sends again by itself where that is not safe: on
-// HTTP/2 it repeats any request whose connection winds down (GOAWAY), whose stream
-// was refused, or reset with PROTOCOL_ERROR, which a peer can do after it has
-// executed it; and it does so without a pause, as often as the peer likes. Which of
-// the three it was cannot be told from here. On HTTP/1 it repeats unsafe requests
-// only if nothing was written.
-type wireTrace struct {
-	hooks                 httptrace.ClientTrace
-	asked, got, wrote, h2 atomic.Bool
-	resends               atomic.Int32 // connections that net/http took after it had written
-
-	allowed int32                   // resends on HTTP/2
-	cancel  context.CancelCauseFunc // ends an attempt without a body, whose resends do not ask for one
-}
-
-const (
-	// maxUnsafeResends leaves one to net/http: a server that shuts down refuses
-	// what is under way, and plain net/http does not fail there.
-	maxUnsafeResends = 1
-	// maxResends is for requests that may be repeated. Three were needed with a
-	// proxy that reloads; a peer that never stops would get hundreds in a second.
-	maxResends = 10
-)
-
-var errResends = errors.New("stint: net/http was to send the request again on HTTP/2, and has done so too often")
-
-// exhausted reports whether net/http may not send the request again.
-func (w *wireTrace) exhausted() bool {
-	return w != nil && w.h2.Load() && w.wrote.Load() && w.resends.Load() >= w.allowed
-}
-
-func (w *wireTrace) attach(ctx context.Context) context.Context {
-	w.hooks.GetConn = func(string) { w.asked.Store(true) }
-	w.hooks.GotConn = w.gotConn
-	w.hooks.WroteHeaders = func() { w.wrote.Store(true) }
-	return httptrace.WithClientTrace(ctx, &w.hooks)
-}
-
-func (w *wireTrace) gotConn(info httptrace.GotConnInfo) {
-	if w.cancel != nil && w.exhausted() {
-		w.cancel(errResends)
-		return
-	}
-	w.got.Store(true)
-	if w.wrote.Load() {
-		w.resends.Add(1)
-	}
-	if conn, ok := info.Conn.(*tls.Conn); ok && conn.ConnectionState().NegotiatedProtocol == "h2" {
-		w.h2.Store(true)
-	}
-}
-
-// unsent reports whether nothing of the attempt can have reached the peer. A base
-// that does not call the hooks proves nothing. Nor does an attempt that was cut
-// off with a connection in hand: its writer may still be running.
-func (w *wireTrace) unsent(cut bool) bool {
-	return w != nil && w.asked.Load() && !w.wrote.Load() && !(w.got.Load() && cut)
 }

@@ -283,11 +283,12 @@ func TestOtelHTTPAroundTheMiddleware(t *testing.T) {
 
 // With otelhttp as base, over kept-alive connections that die: what stint made a
 // key for arrives once, what is a GET is rescued by net/http, and what has the
-// caller's key arrives at most MaxAttempts times, plus what net/http sends again
-// by itself. That it does where the base is not net/http's own and the key stands
-// in the header as Idempotency-Key, because the layers in between may look it up:
-// once for every idle connection that turns out to be dead. A key given by
-// Override, or under the name idempotency-key, is not sent again by net/http.
+// caller's key arrives at most MaxAttempts times, what net/http sends again by
+// itself included. That it does where the base is not net/http's own and the key
+// stands in the header as Idempotency-Key, because the layers in between may look it
+// up: once for every idle connection that turns out to be dead, if it is let. A key
+// given by Override, or under the name idempotency-key, is not sent again by
+// net/http.
 func TestOtelHTTPOverDyingConnections(t *testing.T) {
 	options, _ := tracing(t)
 	const idle = 3
@@ -305,12 +306,16 @@ func TestOtelHTTPOverDyingConnections(t *testing.T) {
 		{"caller's key by Override", "POST", nil, "order-1", 100, 3, 0, false},
 		{"caller's key in lower case", "POST", http.Header{"idempotency-key": {"order-1"}}, "", 100, 3, 0, false},
 		// What net/http has sent again counts against MaxAttempts.
-		{"caller's key", "POST", http.Header{"Idempotency-Key": {"order-1"}}, "", 100, 1, idle, false},
+		{"caller's key", "POST", http.Header{"Idempotency-Key": {"order-1"}}, "", 100, 1, stint.DefaultMaxAttempts - 1, false},
 		{"caller's key, lost once", "POST", http.Header{"Idempotency-Key": {"order-1"}}, "", 1, 1, 1, true},
 		{"GET, lost once", "GET", nil, "", 1, 1, 1, true},
 		{"GET", "GET", nil, "", 100, 3, idle, false},
 	} {
-		for _, traced := range []bool{false, true} {
+		for _, variant := range []struct {
+			traced bool
+			body   string
+		}{{false, "charge"}, {true, "charge"}, {false, ""}, {true, ""}} {
+			traced := variant.traced
 			s := startLosingServer(t)
 			base := &http.Transport{MaxIdleConnsPerHost: idle}
 			metrics := newMetrics(t)
@@ -321,7 +326,7 @@ func TestOtelHTTPOverDyingConnections(t *testing.T) {
 			tr := newTransport(t, c)
 			warm(t, tr, s, idle)
 			s.lose(tt.lose)
-			req := newRequest(t, t.Context(), tt.method, s.url(), strings.NewReader("charge"))
+			req := newRequest(t, t.Context(), tt.method, s.url(), strings.NewReader(variant.body))
 			for k, v := range tt.header {
 				req.Header[k] = v
 			}
@@ -338,10 +343,10 @@ func TestOtelHTTPOverDyingConnections(t *testing.T) {
 			}
 			arrivals := len(s.take())
 			if o.Attempts != attempts || (err == nil) != ok || arrivals != attempts+resent {
-				t.Errorf("%s, otelhttp %v: %d arrivals in %d attempts, want %d in %d (%v)", tt.name, traced, arrivals, o.Attempts, attempts+resent, attempts, err)
+				t.Errorf("%s, otelhttp and body %v: %d arrivals in %d attempts, want %d in %d (%v)", tt.name, variant, arrivals, o.Attempts, attempts+resent, attempts, err)
 			}
 			if got := counter(t, metrics, "stint_transparent_resends_total"); got != resent {
-				t.Errorf("%s, otelhttp %v: %d resends counted, want %d", tt.name, traced, got, resent)
+				t.Errorf("%s, otelhttp and body %v: %d resends counted, want %d", tt.name, variant, got, resent)
 			}
 			base.CloseIdleConnections()
 		}
