@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"net/http/httptrace"
 	"strconv"
-	"strings"
 	"sync/atomic"
 	"time"
 )
@@ -267,7 +266,7 @@ func (c *call) setHeader(a *attempt) {
 	replaced := c.key.replaces()
 	for k, v := range c.req.Header {
 		// Those that only we set go in any spelling: two would both be sent.
-		if c.scan.fleet && isFleetHeader(k) || replaced && c.scan.key && isKeyHeader(k) {
+		if c.header.fleet && fleetHeader(k) != "" || replaced && c.header.key && keyHeader(k) != "" {
 			continue
 		}
 		if v == nil {
@@ -309,38 +308,6 @@ func (c *call) setHeader(a *attempt) {
 // maxAdded is how many headers setHeader adds, as a rule: a map that grows costs
 // as much again.
 const maxAdded = 3
-
-// A headerScan is what one pass over the caller's header shows. Most requests have
-// none of what is looked for, and walking a map once more for each costs about as
-// much as the budget.
-type headerScan struct {
-	fleet bool // one that only we set
-	key   bool // an idempotency key
-}
-
-func scanHeader(h http.Header) (s headerScan) {
-	for k := range h {
-		s.fleet = s.fleet || isFleetHeader(k)
-		s.key = s.key || isKeyHeader(k)
-	}
-	return s
-}
-
-// isFleetHeader reports whether the header is one that only we set, and that a
-// request from outside, or a proxy's copy of one, must not bring along.
-func isFleetHeader(k string) bool {
-	switch len(k) {
-	case len(HeaderDeadline):
-		return strings.EqualFold(k, HeaderDeadline)
-	case len(HeaderTimeout):
-		return strings.EqualFold(k, HeaderTimeout)
-	case len(HeaderRetryCount):
-		return strings.EqualFold(k, HeaderRetryCount)
-	case len(HeaderDebugEcho):
-		return strings.EqualFold(k, HeaderDebugEcho)
-	}
-	return false
-}
 
 // guard puts the attempt's bodies under watch: the one it begins with, and those
 // that net/http gets for resends of its own. It rewinds by itself where nothing was

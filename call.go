@@ -44,10 +44,10 @@ type call struct {
 	held     bool           // it counts in peer.held
 	counted  bool           // the outcome is
 
-	seen  time.Time // the latest reading of the clock; zero: too long ago to be used again
-	scan  headerScan
-	last  *attempt // nil: none yet
-	first attempt
+	seen   time.Time     // the latest reading of the clock; zero: too long ago to be used again
+	header scannedHeader // req's
+	last   *attempt      // nil: none yet
+	first  attempt
 }
 
 // begin collects what is known before the first attempt. On an error nothing is
@@ -81,8 +81,8 @@ func (t *Transport) begin(req *http.Request) (*call, error) {
 	} else {
 		c.foreign = leftFirstHost(req)
 	}
-	c.scan = scanHeader(req.Header)
-	c.key = chooseKey(req, c.scan.key, c.arrival, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
+	c.header = scanHeader(req.Header)
+	c.key = chooseKey(req, c.header.key, c.arrival, c.opts.IdempotencyKey, c.opts.Keys, c.foreign)
 	c.repeatable = idempotent(req.Method) && len(req.Header["Upgrade"]) == 0
 	c.traced = t.cfg.CountResends || !c.repeatable && replayable(req)
 
@@ -147,11 +147,11 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 	if adopted != nil {
 		tighten(adopted.e.Sub(now))
 	}
-	if !c.scan.fleet || c.arrival != nil && c.arrival.mute() {
+	if !c.header.fleet || c.arrival != nil && c.arrival.mute() {
 		return adopted
 	}
 	if adopted == nil {
-		own, state, _ := readDeadline(c.req.Header, now, c.t.wallAt(now), proxiedMax, 0)
+		own, state, _ := readDeadline(&c.header, now, c.t.wallAt(now), proxiedMax, 0)
 		if own != nil {
 			tighten(own.e.Sub(now))
 		} else if state.invalid() && c.arrival == nil {
@@ -161,7 +161,7 @@ func (c *call) inherit(tighten func(time.Duration)) *deadline {
 	}
 	// Behind the middleware a header in the request is a copy of what arrived,
 	// or somebody on the way has lowered it. It can only shorten.
-	if ms, _, state := parseMillis(headerLines(c.req.Header, HeaderDeadline)); state.usable() {
+	if ms, _, state := parseMillis(c.header.lines(HeaderDeadline)); state.usable() {
 		lowered := time.Duration(min(max(0, adopted.ms-ms), maxCompanion)) * time.Millisecond
 		tighten(adopted.e0.Add(-lowered).Sub(now))
 	}

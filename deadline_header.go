@@ -109,8 +109,8 @@ func (d *deadline) onWire(x time.Time) int64 {
 // clock that is off; the earlier of the two counts. tolerance lets the absolute
 // value pass by that much when the companion says there is time, and does
 // nothing alone: every request would overrun its caller by it.
-func readDeadline(h http.Header, now, wall time.Time, limit, tolerance time.Duration) (d *deadline, state headerState, gross bool) {
-	ms, n, state := parseMillis(headerLines(h, HeaderDeadline))
+func readDeadline(h *scannedHeader, now, wall time.Time, limit, tolerance time.Duration) (d *deadline, state headerState, gross bool) {
+	ms, n, state := parseMillis(h.lines(HeaderDeadline))
 	if !state.usable() {
 		return nil, state, false
 	}
@@ -120,7 +120,7 @@ func readDeadline(h http.Header, now, wall time.Time, limit, tolerance time.Dura
 	}
 	// Sub saturates at 292 years, so MaxInt64 milliseconds do not wrap.
 	until := time.UnixMilli(ms).Sub(wall)
-	left, _, companion := parseMillis(headerLines(h, HeaderTimeout))
+	left, _, companion := parseMillis(h.lines(HeaderTimeout))
 	switch {
 	case companion.usable():
 		relative := time.Duration(min(left, maxCompanion)) * time.Millisecond
@@ -149,6 +149,61 @@ func readDeadline(h http.Header, now, wall time.Time, limit, tolerance time.Dura
 	return d, state, gross
 }
 
+// A scannedHeader is the header of a request after one pass over it. Most have
+// little of what we look for, and none in odd spelling, and walking the map once
+// more for each name costs as much as a budget's decision.
+type scannedHeader struct {
+	http.Header
+	fleet bool // has one that fleetHeader knows
+	key   bool // has one that keyHeader knows
+	odd   bool // one of them is not spelled canonically
+}
+
+func scanHeader(h http.Header) scannedHeader {
+	s := scannedHeader{Header: h}
+	for k := range h {
+		name := fleetHeader(k)
+		if name != "" {
+			s.fleet = true
+		} else if name = keyHeader(k); name != "" {
+			s.key = true
+		} else {
+			continue
+		}
+		s.odd = s.odd || k != name
+	}
+	return s
+}
+
+// lines is headerLines for a name that fleetHeader or keyHeader knows.
+func (s *scannedHeader) lines(name string) []string {
+	if !s.odd {
+		return s.Header[name]
+	}
+	return headerLines(s.Header, name)
+}
+
+// fleetHeader returns the canonical spelling of a header that only we set, and
+// that a request from outside, or a proxy's copy of one, must not bring along. It
+// is "" for all others.
+func fleetHeader(k string) string {
+	name := ""
+	switch len(k) {
+	case len(HeaderDeadline):
+		name = HeaderDeadline
+	case len(HeaderTimeout):
+		name = HeaderTimeout
+	case len(HeaderRetryCount):
+		name = HeaderRetryCount
+	case len(HeaderDebugEcho):
+		name = HeaderDebugEcho
+	}
+	if name == "" || !strings.EqualFold(k, name) {
+		return ""
+	}
+	return name
+}
+
 // headerLines returns the lines of a header whose name is given in canonical
 // form. Other spellings can stand in the map of a request that did not come
 // through net/http's server; their lines follow in no particular order.
@@ -167,8 +222,12 @@ func headerLines(h http.Header, name string) []string {
 // lines, and how many members there were. Nothing of an unusable value is ever
 // kept or shown: it is the caller's choice of bytes.
 func parseMillis(lines []string) (ms int64, members int, state headerState) {
-	if len(lines) == 0 {
+	switch {
+	case len(lines) == 0:
 		return 0, 0, stateAbsent
+	case len(lines) == 1 && strings.IndexByte(lines[0], ',') < 0: // as a rule
+		ms, state = parseMember(strings.Trim(lines[0], " \t"))
+		return ms, 1, state
 	}
 	for _, line := range lines {
 		members += 1 + strings.Count(line, ",")

@@ -119,7 +119,7 @@ func (r *deadlineRow) check(t *testing.T, h http.Header) {
 	t.Helper()
 	now, wall := time.Now(), time.UnixMilli(r.NowMS)
 	limit := time.Duration(r.MaxMS) * time.Millisecond
-	d, state, gross := readDeadline(h, now, wall, limit, time.Duration(r.ToleranceMS)*time.Millisecond)
+	d, state, gross := readDeadline(scanned(h), now, wall, limit, time.Duration(r.ToleranceMS)*time.Millisecond)
 	if state != r.State {
 		t.Errorf("state = %s, want %s", state, r.State)
 	}
@@ -322,7 +322,7 @@ func FuzzParseDeadline(f *testing.F) {
 		left, leftOK := smallestUsable(h[HeaderTimeout])
 
 		now, wall := time.Now(), time.UnixMilli(nowMS)
-		d, state, gross := readDeadline(h, now, wall, limit, tolerance)
+		d, state, gross := readDeadline(scanned(h), now, wall, limit, tolerance)
 		if state.usable() != wantOK || (d != nil) != wantOK {
 			t.Fatalf("usable = %v, deadline %v; want %v", state.usable(), d, wantOK)
 		}
@@ -411,7 +411,7 @@ func TestP5_DeadlineFallsAlongRandomChains(t *testing.T) {
 			}
 			limit := []time.Duration{time.Second, time.Minute, time.Hour}[rnd.IntN(3)]
 			tolerance := upTo(300*time.Millisecond) * time.Duration(rnd.IntN(2))
-			d, state, gross := readDeadline(h, now, skew(), limit, tolerance)
+			d, state, gross := readDeadline(scanned(h), now, skew(), limit, tolerance)
 			if d == nil {
 				t.Fatalf("chain %d hop %d: %q is %s", chain, hop, h, state)
 			}
@@ -486,7 +486,7 @@ func TestO21_DeadlineDoesNotMoveWithTheWallClock(t *testing.T) {
 		{HeaderDeadline: {strconv.FormatInt(ms-3600*1000, 10)}, HeaderTimeout: {"10000"}}, // a broken clock
 		{HeaderDeadline: {strconv.FormatInt(math.MaxInt64, 10)}, HeaderTimeout: {"10000"}},
 	} {
-		d, _, _ := readDeadline(h, now, wall, time.Hour, 0)
+		d, _, _ := readDeadline(scanned(h), now, wall, time.Hour, 0)
 		if !hasMonotonic(d.e0) || !hasMonotonic(d.e) {
 			t.Errorf("%v: the deadline has no monotonic reading", h)
 		}
@@ -510,7 +510,7 @@ func TestO21_DeadlineDoesNotMoveWithTheWallClock(t *testing.T) {
 	}
 	// A zone is not a time: the offset of summer time changes nothing.
 	zone := time.FixedZone("summer", 2*60*60)
-	d, _, _ := readDeadline(http.Header{HeaderDeadline: {strconv.FormatInt(ms, 10)}}, now.In(zone), wall.In(zone), time.Hour, 0)
+	d, _, _ := readDeadline(scanned(http.Header{HeaderDeadline: {strconv.FormatInt(ms, 10)}}), now.In(zone), wall.In(zone), time.Hour, 0)
 	if got := d.e.Sub(now); got != 10*time.Second {
 		t.Errorf("in another zone: %v left, want 10 s", got)
 	}
@@ -544,7 +544,7 @@ func TestDeadlineRounding(t *testing.T) {
 	}
 	// A deadline never lies after the number it came from.
 	wall := time.Unix(100, 999999)
-	d, _, _ := readDeadline(http.Header{HeaderDeadline: {"100001"}}, now, wall, time.Hour, 0)
+	d, _, _ := readDeadline(scanned(http.Header{HeaderDeadline: {"100001"}}), now, wall, time.Hour, 0)
 	if got := d.e0.Sub(now); got != 1 {
 		t.Errorf("the deadline lies %v after now, want 1ns", got)
 	}
@@ -586,8 +586,13 @@ func BenchmarkReadDeadline(b *testing.B) {
 	}
 	b.ReportAllocs()
 	for b.Loop() {
-		if d, _, _ := readDeadline(h, now, now, time.Hour, 0); d == nil {
+		if d, _, _ := readDeadline(scanned(h), now, now, time.Hour, 0); d == nil {
 			b.Fatal("no deadline")
 		}
 	}
+}
+
+func scanned(h http.Header) *scannedHeader {
+	s := scanHeader(h)
+	return &s
 }

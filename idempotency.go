@@ -144,7 +144,7 @@ func leftFirstHost(req *http.Request) bool {
 // caller's way to say "idempotent, send nothing".
 func callersKey(h http.Header) (value string, found bool) {
 	for k, lines := range h {
-		if !isKeyHeader(k) {
+		if keyHeader(k) == "" {
 			continue
 		}
 		found = true
@@ -157,14 +157,20 @@ func callersKey(h http.Header) (value string, found bool) {
 	return value, found
 }
 
-func isKeyHeader(k string) bool {
+// keyHeader returns the canonical spelling of a header that carries a key, "" for
+// all others.
+func keyHeader(k string) string {
+	name := ""
 	switch len(k) {
 	case len(HeaderIdempotencyKey):
-		return strings.EqualFold(k, HeaderIdempotencyKey)
+		name = HeaderIdempotencyKey
 	case len(headerXIdempotencyKey):
-		return strings.EqualFold(k, headerXIdempotencyKey)
+		name = headerXIdempotencyKey
 	}
-	return false
+	if name == "" || !strings.EqualFold(k, name) {
+		return ""
+	}
+	return name
 }
 
 // unreplayed returns the spelling of a header under which net/http sends it and

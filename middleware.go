@@ -418,12 +418,13 @@ func (x *exchange) Value(key any) any {
 func (m *Middleware) arrive(r *http.Request) *exchange {
 	now := time.Now()
 	x := &exchange{Context: r.Context(), m: m, start: now}
-	x.key = keyOfRequest(r.Header)
+	header := scanHeader(r.Header)
+	x.key = keyOfRequest(&header)
 	x.connect = r.Method == http.MethodConnect
 	x.upgrade = !x.connect && wantsUpgrade(r)
-	state := x.adopt(r, now, m.wallAt(now))
+	state := x.adopt(r, &header, now, m.wallAt(now))
 
-	retries := retryCount(r.Header)
+	retries := retryCount(&header)
 	m.metrics.arrived(x, now, state, x.remaining(now), retries > 0)
 	expired := x.expired(now)
 	switch {
@@ -457,20 +458,20 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 
 // adopt finds the deadline: the earliest of the header's, or else what is
 // configured, and of the context's own.
-func (x *exchange) adopt(r *http.Request, now, wall time.Time) headerState {
+func (x *exchange) adopt(r *http.Request, header *scannedHeader, now, wall time.Time) headerState {
 	cfg := &x.m.cfg
 	outer := arrivalFrom(x.Context) // of a middleware that this one is inside of
 	var d *deadline
 	state := stateUntrusted
 	if (outer == nil || !outer.distrust) && (cfg.TrustHeader == nil || cfg.TrustHeader(r)) {
 		var gross bool
-		d, state, gross = readDeadline(r.Header, now, wall, cfg.MaxTimeout, cfg.SkewTolerance)
+		d, state, gross = readDeadline(header, now, wall, cfg.MaxTimeout, cfg.SkewTolerance)
 		if gross {
 			x.m.metrics.skewed()
 		}
 	} else {
 		x.distrust = true
-		if len(headerLines(r.Header, HeaderDeadline)) == 0 {
+		if len(header.lines(HeaderDeadline)) == 0 {
 			state = stateAbsent // nothing there to distrust
 		}
 	}
@@ -948,8 +949,8 @@ func hasMember(lines []string, want string) bool {
 }
 
 // retryCount returns what X-Retry-Count says, 0 where it says nothing usable.
-func retryCount(h http.Header) int {
-	lines := headerLines(h, HeaderRetryCount)
+func retryCount(h *scannedHeader) int {
+	lines := h.lines(HeaderRetryCount)
 	if len(lines) != 1 {
 		return 0
 	}
@@ -961,9 +962,11 @@ func retryCount(h http.Header) int {
 // it as a quoted string (RFC 8941, section 3.3.3), most clients as a bare word:
 // both are the same key. Of two lines neither is believed, they could be of two
 // operations.
-func keyOfRequest(h http.Header) string {
-	lines := headerLines(h, HeaderIdempotencyKey)
-	others := headerLines(h, "X-Idempotency-Key")
+func keyOfRequest(h *scannedHeader) string {
+	if !h.key {
+		return ""
+	}
+	lines, others := h.lines(HeaderIdempotencyKey), h.lines(headerXIdempotencyKey)
 	if len(lines)+len(others) != 1 {
 		return ""
 	}
