@@ -42,6 +42,10 @@ type attempt struct {
 	upload *upload       // nil: nothing to watch
 	unsent io.ReadCloser // a body that the base does not have yet
 
+	host   string        // with Config.Elsewhere: where it goes
+	routed bool          // Config.Elsewhere was asked
+	done   func(ok bool) // nil: nobody wants to know
+
 	cancel context.CancelCauseFunc // nil: req has the request's own context
 	timer  *time.Timer             // for AttemptTimeout; nil: none
 }
@@ -63,17 +67,21 @@ func (c *call) send(body io.ReadCloser) result {
 	}
 	a.unsent = nil
 	c.seen = time.Time{}
-	resp, err := c.t.base.RoundTrip(&a.req)
+	base := c.t.base
+	if a.number > 1 && c.t.fresh != nil {
+		base = c.t.fresh
+	}
+	resp, err := base.RoundTrip(&a.req)
 	a.disarm()
 	return c.conclude(a, resp, err)
 }
 
 // prepare makes the next attempt ready to go, and counts it.
 func (c *call) prepare(body io.ReadCloser) *attempt {
-	a := &c.first
+	a, failed := &c.first, ""
 	a.sent = c.start
 	if c.attempts > 0 {
-		a = &attempt{sent: time.Now()}
+		a, failed = &attempt{sent: time.Now()}, c.last.host
 	}
 	c.attempts++
 	a.number = c.attempts
@@ -114,6 +122,9 @@ func (c *call) prepare(body io.ReadCloser) *attempt {
 		c.peer.budget.request(a.sent)
 	}
 	c.peer.metrics.sent(a.sent, a.number)
+	if c.t.cfg.Elsewhere != nil {
+		c.route(a, failed)
+	}
 	return a
 }
 
@@ -190,6 +201,9 @@ func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 		r.err = errResends // net/http says context.Canceled
 	}
 	c.inHand = r.resp
+	if a.routed {
+		c.unroute(&r)
+	}
 	if p := c.probe(); p != nil && r.resp != nil {
 		c.collect(p, r.resp)
 	}
@@ -202,7 +216,7 @@ func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 		c.peer.metrics.resent(resends)
 	}
 	c.judge(&r, ended)
-	c.learn(&r, ended, ended.Sub(a.sent))
+	c.learn(a, &r, ended)
 	if c.t.cfg.Hook != nil {
 		c.emit(Event{Kind: EventAttemptDone, Remaining: c.remaining(ended), Took: ended.Sub(a.sent), Status: r.status(), Err: r.err})
 	}
@@ -375,14 +389,23 @@ func (c *call) judge(r *result, now time.Time) {
 // timer that was early.
 const minSkew = 10 * time.Millisecond
 
-// learn tells the budget, the histogram and nobody else what the attempt showed.
-func (c *call) learn(r *result, now time.Time, took time.Duration) {
+// learn tells the budget, the histogram, Throttle and Elsewhere, and nobody else,
+// what the attempt showed.
+func (c *call) learn(a *attempt, r *result, now time.Time) {
 	if r.barred {
 		return
 	}
+	took := now.Sub(a.sent)
 	c.latency.ended(now, r.cut)
 	well := r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode)
-	c.peer.throttle.learn(now, r, well)
+	// Else the caller has gone, or its request is at fault.
+	failed := !well && (r.verdict != terminal || r.reason == ReasonDeadline)
+	if failed {
+		c.peer.throttle.failure(now)
+	}
+	if well || failed {
+		a.report(well)
+	}
 	switch {
 	case well:
 		c.peer.budget.success(now)

@@ -571,5 +571,8 @@ func (c *call) emitRetry(wait time.Duration) {
 // emit hands an event to the hook, which the caller has checked for.
 func (c *call) emit(e Event) {
 	e.Peer, e.Attempt, e.DeadlineMS = c.peer.name, c.attempts, c.wireMS
+	if c.last != nil {
+		e.Host = c.last.host
+	}
 	c.t.cfg.Hook(c.ctx, e)
 }

@@ -64,17 +64,10 @@ func (t *throttle) holds(now time.Time, jitter func() float64) bool {
 	return true
 }
 
-// learn counts an attempt that failed, if the peer is why. Those that succeed are
-// in the budget.
-func (t *throttle) learn(now time.Time, r *result, answered bool) {
-	if t == nil {
-		return
-	}
-	switch {
-	case answered: // well
-	case r.verdict == terminal && r.reason != ReasonDeadline:
-		// The caller has gone, or its request is at fault.
-	default:
+// failure counts an attempt that failed because of the peer. Those that succeed
+// are in the budget.
+func (t *throttle) failure(now time.Time) {
+	if t != nil {
 		t.failures.add(t.budget.epoch(now))
 	}
 }
