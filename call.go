@@ -413,8 +413,11 @@ func (c *call) abandon(r result) (*http.Response, error) {
 	default: // Request.Cancel
 		why = context.Canceled
 	}
-	last := r.failure()
-	return c.finish(result{verdict: terminal, err: c.error(reason, join(why, last))}, reason)
+	joined := join
+	if reason == ReasonCanceled {
+		joined = canceled
+	}
+	return c.finish(result{verdict: terminal, err: c.error(reason, joined(why, r.failure()))}, reason)
 }
 
 // contextError returns why a context ended, its cause included.
