@@ -51,9 +51,14 @@ type call struct {
 	last   *attempt      // nil: none yet
 }
 
-// begin collects what is known before the first attempt. On an error nothing is
-// held.
+// begin collects what is known before the first attempt. On an error, or where one
+// of the configured functions panics, nothing is held and the body is closed.
 func (c *call) begin(t *Transport, req *http.Request) error {
+	defer func() {
+		if c.peer == nil {
+			closeBody(req)
+		}
+	}()
 	if t == nil || t.base == nil {
 		return errZeroTransport
 	}

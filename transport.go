@@ -238,7 +238,6 @@ var errZeroTransport = errors.New("stint: zero Transport: use stint.NewTransport
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	var c call
 	if err := c.begin(t, req); err != nil {
-		closeBody(req)
 		return nil, err
 	}
 	defer c.end()
