@@ -28,6 +28,7 @@ const (
 const (
 	ReasonExpired Reason = "expired" // the deadline had passed on arrival: 504
 	ReasonInvalid Reason = "invalid" // the deadline header is unusable and RejectInvalid is set: 400
+	ReasonRetries Reason = "retries" // more retries arrive than RetryBudget allows: 503
 )
 
 // EventKind tells what an Event reports.
@@ -51,6 +52,9 @@ const (
 	// handler returned. Remaining is negative by how much.
 	EventExpired EventKind = "expired"
 	EventServed  EventKind = "served" // Status, Took; Reason where the answer is the middleware's own
+	// RetryBudget refuses the request, or would under ReportOnly: Reason,
+	// Took; Attempt as in EventArrived.
+	EventShed EventKind = "shed"
 	// With HardStop: a handler has panicked that ran on after EventServed. Took;
 	// Err: the panic's value, which it unwraps to if that is an error, and stack.
 	EventPanicked EventKind = "panicked"

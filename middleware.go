@@ -140,6 +140,22 @@ type MiddlewareConfig struct {
 	//     connection, and still be reading.
 	HardStop bool
 
+	// RetryBudget, if not nil, bounds the retries that reach the handler, however
+	// many clients they come from: each client has a floor of its own, and a
+	// hundred of them are a hundred floors. It is the budget that a Transport has
+	// for a peer, over what arrives here: requests with X-Retry-Count are
+	// retries, those without are what its share is a share of, as far as the
+	// handler answers them with a status that is not retried by default. A retry
+	// waits for its turn up to MaxWait, without a slot of a handler. One beyond
+	// the share is answered 503 with X-Should-Retry: false, and the handler not
+	// called: its client has no use for another. nil: none. A pointer to the zero
+	// value has the defaults.
+	//
+	// A client that does not send X-Retry-Count is not bounded, and one that sends
+	// it in vain takes turns away from the retries of others. Adopt does not see
+	// answers, and has no RetryBudget.
+	RetryBudget *BudgetConfig
+
 	// DebugEcho, if not nil, tells who may probe: find out where on its way a
 	// deadline gets lost. It is asked for requests with the header
 	// X-Debug-Echo-Deadline, and should say yes to the fleet, and to operators by
@@ -162,8 +178,8 @@ type MiddlewareConfig struct {
 	// X-Debug-Deadline.
 	DebugEcho func(*http.Request) bool
 
-	// Hook, if not nil, gets EventArrived, EventExpired, EventServed and, with
-	// HardStop, EventPanicked. It is called inline; its context carries the
+	// Hook, if not nil, gets EventArrived, EventExpired, EventShed, EventServed
+	// and, with HardStop, EventPanicked. It is called inline; its context carries the
 	// values of the request's, and lives on when the deadline passes.
 	Hook func(context.Context, Event)
 
@@ -186,6 +202,11 @@ func (c *MiddlewareConfig) validate() error {
 	// Against a MaxTimeout that is itself wrong there is nothing to compare.
 	errs.check(!maxOK || c.Timeout <= c.MaxTimeout, "MiddlewareConfig.Timeout", c.Timeout, "must not be longer than MaxTimeout")
 	errs.check(c.SkewTolerance >= 0 && c.SkewTolerance <= maxSkewTolerance, "MiddlewareConfig.SkewTolerance", c.SkewTolerance, "must lie in [0, 60 s]")
+	if c.RetryBudget != nil {
+		b := c.RetryBudget.withDefaults()
+		b.check(&errs, "MiddlewareConfig.RetryBudget")
+		c.RetryBudget = &b // the caller's stays theirs
+	}
 	return errs.join()
 }
 
@@ -199,6 +220,7 @@ func (c *MiddlewareConfig) validate() error {
 type Middleware struct {
 	cfg     MiddlewareConfig
 	metrics *serviceMetrics
+	retries *budget // nil without RetryBudget
 	made    bool
 	// For DebugHandler: the latest requests that ran out of time, and how many of
 	// all of them had done so on arrival.
@@ -215,7 +237,11 @@ func NewMiddleware(c MiddlewareConfig) (*Middleware, error) {
 	if err := c.validate(); err != nil {
 		return nil, err
 	}
-	return &Middleware{cfg: c, metrics: c.Metrics.service(c.Service), made: true}, nil
+	m := &Middleware{cfg: c, metrics: c.Metrics.service(c.Service), made: true}
+	if c.RetryBudget != nil {
+		m.retries = newBudget(*c.RetryBudget, time.Now())
+	}
+	return m, nil
 }
 
 var errZeroMiddleware = errors.New("stint: Middleware was not made with stint.NewMiddleware")
@@ -315,8 +341,20 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 			w = probed
 		}
 	}
+	if x.refusal == nil {
+		x.capRetries()
+	}
 	if x.refusal != nil {
-		x.refuse(w, r, x.refusal.Reason, x.start)
+		now := x.start
+		if !x.finished.IsZero() {
+			now = x.finished
+		}
+		x.refuse(w, r, x.refusal.Reason, now)
+		if x.left {
+			// It may be there after all, and have closed its half of the
+			// connection; but it was nobody to answer.
+			x.status.Store(0)
+		}
 		if probed != nil {
 			probed.finish(x, r.Method)
 		}
@@ -386,6 +424,7 @@ type exchange struct {
 	endMS   int64
 	refusal *Error // why next is not called
 	armed   bool   // the context does not end by end on its own, and is to
+	retries int    // as X-Retry-Count says
 	hidden  bool   // ReportOnly inside another middleware, whose arrival goes on to count
 	upgrade bool   // HTTP/1: over once hijacked
 	connect bool   // over once answered
@@ -424,8 +463,8 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 	x.upgrade = !x.connect && wantsUpgrade(r)
 	state := x.adopt(r, &header, now, m.wallAt(now))
 
-	retries := retryCount(&header)
-	m.metrics.arrived(x, now, state, x.remaining(now), retries > 0)
+	x.retries = retryCount(&header)
+	m.metrics.arrived(x, now, state, x.remaining(now), x.retries > 0)
 	expired := x.expired(now)
 	switch {
 	case m.cfg.ReportOnly:
@@ -441,7 +480,7 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 	if m.cfg.Hook != nil {
 		e := Event{
 			Kind: EventArrived, Service: m.cfg.Service,
-			DeadlineMS: x.endMS, Remaining: x.remaining(now), Attempt: 1 + retries,
+			DeadlineMS: x.endMS, Remaining: x.remaining(now), Attempt: 1 + x.retries,
 		}
 		// A request that is too late has an event of its own.
 		if x.refusal != nil && !expired {
@@ -632,6 +671,7 @@ func (x *exchange) served(ctx context.Context) {
 		status = http.StatusOK
 		code = status
 	}
+	x.earn(now, code)
 	x.m.metrics.answered(code)
 	if x.m.cfg.Hook != nil {
 		x.m.cfg.Hook(x, Event{
@@ -777,18 +817,21 @@ func (x *exchange) writeHeader(w http.ResponseWriter, code int) {
 	}
 }
 
-// refuse writes our own answer: 504, or 400 for ReasonInvalid. w is the writer
-// as it came, to which nothing has been written.
+// refuse writes our own answer: 504 for ReasonExpired, 400 for ReasonInvalid, or
+// else 503. w is the writer as it came, to which nothing has been written.
 func (x *exchange) refuse(w http.ResponseWriter, r *http.Request, reason Reason, now time.Time) {
 	code, body := http.StatusGatewayTimeout, []byte(nil)
 	problem := wantsProblem(r.Header)
 	switch {
-	case reason == ReasonInvalid:
-		code = http.StatusBadRequest
+	case reason != ReasonExpired:
+		code = http.StatusServiceUnavailable
+		if reason == ReasonInvalid {
+			code = http.StatusBadRequest
+		}
 		// The error names the header and why, and shows nothing of its value.
 		detail := x.refusal.Err.Error()
 		if problem {
-			body = fmt.Appendf(nil, `{"type":"about:blank","title":"Bad Request","status":400,"detail":%q}`+"\n", detail)
+			body = fmt.Appendf(nil, `{"type":"about:blank","title":%q,"status":%d,"detail":%q}`+"\n", http.StatusText(code), code, detail)
 		} else {
 			body = append([]byte(detail), '\n')
 		}
@@ -818,8 +861,11 @@ func (x *exchange) refuse(w http.ResponseWriter, r *http.Request, reason Reason,
 	// Set here and not left to net/http, which does not know it for HEAD.
 	h.Set("Content-Length", strconv.Itoa(len(body)))
 	h.Set(HeaderShouldRetry, "false")
-	if code == http.StatusGatewayTimeout {
+	switch code {
+	case http.StatusGatewayTimeout:
 		h.Set(HeaderDeadlineExpired, "1")
+	case http.StatusServiceUnavailable:
+		markShed(h, reason)
 	}
 	if x.probe != nil {
 		x.probe.mark(h, code)

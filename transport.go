@@ -147,7 +147,7 @@ func (c Config) check() error {
 	errs.check(validReserve(c.Reserve), "Config.Reserve", c.Reserve, reserveRange+", or 0 for the default")
 	errs.check(c.MaxPeers >= 1, "Config.MaxPeers", c.MaxPeers, "must be at least 1, or 0 for the default")
 	errs.check(c.Keys.valid(), "Config.Keys", c.Keys, "is not a KeyPolicy")
-	c.Budget.check(&errs)
+	c.Budget.check(&errs, "Config.Budget")
 	c.Backoff.check(&errs)
 	c.Admission.check(&errs)
 	return errs.join()
