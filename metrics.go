@@ -372,7 +372,7 @@ var (
 		ReasonAttempts, ReasonNotReplayable, ReasonNotIdempotent, ReasonToldNotTo, ReasonRetryAfter,
 		ReasonDeadline, ReasonSlow, ReasonBudget, ReasonTurn, ReasonHeld, ReasonCanceled,
 	}
-	serverReasons = [...]Reason{ReasonExpired, ReasonInvalid, ReasonRetries}
+	serverReasons = [...]Reason{ReasonExpired, ReasonInvalid, ReasonLimit, ReasonQueue, ReasonRetries}
 )
 
 // peerMetrics are the series of one peer, resolved once. A nil one counts

@@ -110,8 +110,8 @@ type MiddlewareConfig struct {
 	// hijacks its connection is waited for.
 	//
 	// It frees the caller, not the server: the handler runs on until it ends by
-	// itself, with all that it holds. Nothing bounds how many of them do, since
-	// the caller, answer in hand, may send its next request; and
+	// itself, with all that it holds. Nothing but Limit bounds how many of them
+	// do, since the caller, answer in hand, may send its next request; and
 	// [http.Server.Shutdown] does not wait for them. The cure is a handler that
 	// heeds its context. What HardStop costs:
 	//
@@ -139,6 +139,12 @@ type MiddlewareConfig struct {
 	//     not beyond the deadline. It may have closed only its half of the
 	//     connection, and still be reading.
 	HardStop bool
+
+	// Limit bounds how many requests the handler serves at once, and refuses those
+	// that could not end in time. The zero value is no limit. Under ReportOnly what
+	// would have been refused is counted, and served. Adopt does not see the end of
+	// a request, and has no Limit.
+	Limit LimitConfig
 
 	// RetryBudget, if not nil, bounds the retries that reach the handler, however
 	// many clients they come from: each client has a floor of its own, and a
@@ -202,6 +208,7 @@ func (c *MiddlewareConfig) validate() error {
 	// Against a MaxTimeout that is itself wrong there is nothing to compare.
 	errs.check(!maxOK || c.Timeout <= c.MaxTimeout, "MiddlewareConfig.Timeout", c.Timeout, "must not be longer than MaxTimeout")
 	errs.check(c.SkewTolerance >= 0 && c.SkewTolerance <= maxSkewTolerance, "MiddlewareConfig.SkewTolerance", c.SkewTolerance, "must lie in [0, 60 s]")
+	c.Limit.check(&errs)
 	if c.RetryBudget != nil {
 		b := c.RetryBudget.withDefaults()
 		b.check(&errs, "MiddlewareConfig.RetryBudget")
@@ -220,7 +227,8 @@ func (c *MiddlewareConfig) validate() error {
 type Middleware struct {
 	cfg     MiddlewareConfig
 	metrics *serviceMetrics
-	retries *budget // nil without RetryBudget
+	retries *budget  // nil without RetryBudget
+	limit   *limiter // nil without Limit
 	made    bool
 	// For DebugHandler: the latest requests that ran out of time, and how many of
 	// all of them had done so on arrival.
@@ -238,9 +246,11 @@ func NewMiddleware(c MiddlewareConfig) (*Middleware, error) {
 		return nil, err
 	}
 	m := &Middleware{cfg: c, metrics: c.Metrics.service(c.Service), made: true}
+	now := time.Now()
 	if c.RetryBudget != nil {
-		m.retries = newBudget(*c.RetryBudget, time.Now())
+		m.retries = newBudget(*c.RetryBudget, now)
 	}
+	m.limit = newLimiter(c.Limit, c.ReportOnly, now)
 	return m, nil
 }
 
@@ -344,6 +354,9 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	if x.refusal == nil {
 		x.capRetries()
 	}
+	if x.refusal == nil {
+		x.takeSlot(r)
+	}
 	if x.refusal != nil {
 		now := x.start
 		if !x.finished.IsZero() {
@@ -373,7 +386,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	if x.stoppable() {
 		x.serveStoppable(w, req, next)
 	} else {
-		next.ServeHTTP(x.watch(w), req)
+		x.serveInline(w, req, next)
 	}
 	x.returned = true
 	x.finish(req.Context())
@@ -391,6 +404,12 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	case x.probe != nil && !x.answered():
 		x.probe.mark(w.Header(), http.StatusOK) // net/http answers for a handler that just returns
 	}
+}
+
+// serveInline runs next on this goroutine.
+func (x *exchange) serveInline(w http.ResponseWriter, req *http.Request, next http.Handler) {
+	defer x.leaveSlot(true)
+	next.ServeHTTP(x.watch(w), req)
 }
 
 // handBack sets what net/http, and layers outside, would find in their own
@@ -421,18 +440,20 @@ type exchange struct {
 	start time.Time
 	end   time.Time // the deadline in force, with a monotonic reading; zero: none
 	// endMS is the same by the clock of whoever set the deadline.
-	endMS   int64
-	refusal *Error // why next is not called
-	armed   bool   // the context does not end by end on its own, and is to
-	retries int    // as X-Retry-Count says
-	hidden  bool   // ReportOnly inside another middleware, whose arrival goes on to count
-	upgrade bool   // HTTP/1: over once hijacked
-	connect bool   // over once answered
+	endMS     int64
+	refusal   *Error    // why next is not called
+	armed     bool      // the context does not end by end on its own, and is to
+	retries   int       // as X-Retry-Count says
+	slotSince time.Time // of Limit
+	hidden    bool      // ReportOnly inside another middleware, whose arrival goes on to count
+	upgrade   bool      // HTTP/1: over once hijacked
+	connect   bool      // over once answered
 
 	// Touched by the answer's hooks, which may run on another goroutine: a
 	// reverse proxy flushes from a timer.
 	status   atomic.Int32 // the first that is an answer; 0: none so far
 	hijacked atomic.Bool
+	slot     atomic.Bool // has one of Limit
 	firm     atomic.Bool // something went out besides what ReadFrom copies
 
 	// Touched by the request's own goroutine alone.
@@ -686,6 +707,7 @@ func (x *exchange) served(ctx context.Context) {
 func (x *exchange) answer(code int) bool {
 	if x.connect {
 		x.over.Store(true)
+		x.leaveSlot(true)
 	}
 	return x.status.Load() == 0 && x.status.CompareAndSwap(0, int32(code))
 }
@@ -694,6 +716,7 @@ func (x *exchange) answer(code int) bool {
 func (x *exchange) tookOver() {
 	x.hijacked.Store(true)
 	x.over.Store(true)
+	x.leaveSlot(true)
 }
 
 // A snoop is a set of hooks that are bound to an exchange while the writer is
