@@ -486,9 +486,9 @@ func ExampleMiddlewareConfig_retryBudget() {
 		}
 		w := httptest.NewRecorder()
 		handler.ServeHTTP(w, r)
-		fmt.Println(w.Code, w.Header().Get("X-Should-Retry"))
+		fmt.Printf("%d %q\n", w.Code, w.Header().Get("X-Should-Retry"))
 	}
 	// Output:
-	// 404
-	// 503 false
+	// 404 ""
+	// 503 "false"
 }
