@@ -204,6 +204,9 @@ type Middleware struct {
 	// all of them had done so on arrival.
 	expiries ring[expiry]
 	tooLate  atomic.Uint64
+	// timeLeft is what the latest requests with a usable header had left on
+	// arrival; nil until there is a DebugHandler to show it.
+	timeLeft atomic.Pointer[histogram]
 	// wall maps a reading of time.Now to what the wall clock shows at that
 	// moment; nil is the identity. Tests skew and step the clock with it.
 	wall func(time.Time) time.Time
@@ -426,6 +429,9 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 
 	retries := retryCount(&header)
 	m.metrics.arrived(x, now, state, x.remaining(now), retries > 0)
+	if h := m.timeLeft.Load(); h != nil && state.usable() {
+		h.record(now, max(0, x.remaining(now)))
+	}
 	expired := x.expired(now)
 	switch {
 	case m.cfg.ReportOnly:
