@@ -152,8 +152,8 @@ type MiddlewareConfig struct {
 	// pre-order, one for each attempt that was answered, at most 16. Transports
 	// ask the services that the handler calls with the value "hop", as far as
 	// they are not foreign. Where those allow it as well, they keep their answer
-	// and add the header X-Debug-Deadline with their part of the list, at most
-	// 4 KiB of it. A call that ends after the answer has begun is not in it.
+	// and add the header X-Debug-Deadline with their part of the list, as
+	// much of it as fits into an answer's header of 3.5 KiB. A call that ends after the answer has begun is not in it.
 	// Others appear as what their caller saw of them.
 	//
 	// Requests to switch protocols are not probed with 1, and neither are
