@@ -566,9 +566,10 @@ func (c *call) remaining(now time.Time) time.Duration {
 	return c.deadline.Sub(now)
 }
 
-func (c *call) emitRetry(wait time.Duration) {
+// emitRetry reports that the attempt which ended with r will be followed by another.
+func (c *call) emitRetry(r *result, wait time.Duration) {
 	if c.t.cfg.Hook != nil {
-		c.emit(Event{Kind: EventRetry, Wait: wait, Remaining: c.remaining(time.Now())})
+		c.emit(Event{Kind: EventRetry, Wait: wait, Remaining: c.remaining(time.Now()), Status: r.status(), Err: r.err})
 	}
 }
 

@@ -342,7 +342,7 @@ func ExampleConfig_hook() {
 	late.Header.Set(stint.HeaderDeadline, "1") // a millisecond into 1970
 	middleware.Handler(http.NotFoundHandler()).ServeHTTP(httptest.NewRecorder(), late)
 	// Output:
-	// level=INFO msg=retry name=ledger:80 attempt=1 reason="" status=0 err=<nil>
+	// level=INFO msg=retry name=ledger:80 attempt=1 reason="" status=503 err=<nil>
 	// level=WARN msg=refused name=ledger:80 attempt=2 reason=attempts status=503 err=<nil>
 	// level=WARN msg=expired name=orders attempt=0 reason=expired status=0 err=<nil>
 }

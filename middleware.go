@@ -174,8 +174,8 @@ type MiddlewareConfig struct {
 	// pre-order, one for each attempt that was answered, at most 16. Transports
 	// ask the services that the handler calls with the value "hop", as far as
 	// they are not foreign. Where those allow it as well, they keep their answer
-	// and add the header X-Debug-Deadline with their part of the list, at most
-	// 4 KiB of it. A call that ends after the answer has begun is not in it.
+	// and add the header X-Debug-Deadline with their part of the list, as
+	// much of it as fits into an answer's header of 3.5 KiB. A call that ends after the answer has begun is not in it.
 	// Others appear as what their caller saw of them.
 	//
 	// Requests to switch protocols are not probed with 1, and neither are
@@ -234,6 +234,9 @@ type Middleware struct {
 	// all of them had done so on arrival.
 	expiries ring[expiry]
 	tooLate  atomic.Uint64
+	// timeLeft is what the latest requests with a usable header had left on
+	// arrival; nil until there is a DebugHandler to show it.
+	timeLeft atomic.Pointer[histogram]
 	// wall maps a reading of time.Now to what the wall clock shows at that
 	// moment; nil is the identity. Tests skew and step the clock with it.
 	wall func(time.Time) time.Time
@@ -486,6 +489,9 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 
 	x.retries = retryCount(&header)
 	m.metrics.arrived(x, now, state, x.remaining(now), x.retries > 0)
+	if h := m.timeLeft.Load(); h != nil && state.usable() {
+		h.record(now, max(0, x.remaining(now)))
+	}
 	expired := x.expired(now)
 	switch {
 	case m.cfg.ReportOnly:

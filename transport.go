@@ -268,7 +268,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		if !c.hold(&r) {
 			return c.finish(r, ReasonHeld)
 		}
-		c.emitRetry(wait)
+		c.emitRetry(&r, wait)
 		if !c.sleep(wait) {
 			return c.abandon(r)
 		}
