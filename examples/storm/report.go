@@ -187,6 +187,7 @@ type pageData struct {
 	PlainTimes   string // attempts at the database per user request
 	StintTimes   string
 	Recoveries   string
+	How          string // what the runs differ in
 	Charts       []figure
 	Rows         []row
 }
@@ -209,8 +210,16 @@ func (r *report) page() pageData {
 		}
 		return figure{ID: id, Title: title, Note: note, Wide: lay(wide), Narrow: lay(narrow)}
 	}
+	how := "Unguarded, each service makes up to three attempts; with stint, retries have a budget, a deadline and one layer."
 	gets := "Requests that arrive at the database in each second, first attempts and retries."
 	if r.c.serverSide() {
+		how = "Both runs are with stint."
+		if r.c.clients > 1 {
+			how += fmt.Sprintf(" The ledger is %d callers of the database, each with a budget of its own; with a cap, the database holds the retries of all to one.", r.c.clients)
+		}
+		if r.c.limit {
+			how += " With Limit, the database takes in ten requests at once, ten wait, and what could not end in time is refused."
+		}
 		gets = "Requests that the database's handler gets in each second, first attempts and retries. What its middleware refuses is not in it."
 	}
 	return pageData{
@@ -219,6 +228,7 @@ func (r *report) page() pageData {
 		PlainTimes: fmt.Sprintf("%.2f", r.plain.amplification[bottom]),
 		StintTimes: fmt.Sprintf("%.2f", r.stinted.amplification[bottom]),
 		Recoveries: r.recoveries(),
+		How:        how,
 		Charts: []figure{
 			draw("attempts", "What the database gets", "requests/s",
 				gets,
