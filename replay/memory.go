@@ -81,11 +81,13 @@ func NewMemory(c MemoryConfig) *Memory {
 	}
 	errs.check(c.MaxEntries > 0, "MemoryConfig.MaxEntries", c.MaxEntries, "must be at least 1, or 0 for 10,000")
 	errs.check(c.MaxBytes >= minMaxBytes, "MemoryConfig.MaxBytes", c.MaxBytes, "must be at least 64 KiB, or 0 for 64 MiB")
+	start := time.Now()
 	return &Memory{
 		maxEntries: c.MaxEntries,
 		maxBytes:   c.MaxBytes,
-		start:      time.Now(),
+		start:      start,
 		err:        errs.join(),
+		fence:      start.UnixMicro(), // so that it grows over a restart as well
 		records:    make(map[[32]byte]*record),
 	}
 }
