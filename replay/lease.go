@@ -16,10 +16,12 @@ type lease struct {
 
 	mu      sync.Mutex
 	stopped bool // guarded by mu
-	timer   *time.Timer
+	timer   *time.Timer // guarded by mu
 }
 
 func (l *lease) start() {
+	l.mu.Lock() // renew looks for the timer
+	defer l.mu.Unlock()
 	l.timer = time.AfterFunc(l.length*2/3, l.renew)
 }
 
