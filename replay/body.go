@@ -15,18 +15,19 @@ const prefixBytes = 64 << 10
 // already, then the rest. It remembers whether it broke off.
 type body struct {
 	prefix []byte
-	rest   io.ReadCloser
-	ended  bool        // the rest is at its end
-	broken atomic.Bool // reading ended in an error; a handler may read on another goroutine
+	rest   io.ReadCloser // nil: there is no body
+	ended  bool          // the rest is at its end
+	broken atomic.Bool   // reading ended in an error; a handler may read on another goroutine
 }
 
 // readPrefix reads the beginning of the body of r. length is that of all of it,
-// -1 where it is not known. The body is nil where there is none.
-func readPrefix(r *http.Request) (b *body, length int64, err error) {
+// -1 where it is not known.
+func (b *body) readPrefix(r *http.Request) (length int64, err error) {
 	if r.Body == nil || r.Body == http.NoBody {
-		return nil, 0, nil
+		b.ended = true
+		return 0, nil
 	}
-	b = &body{rest: r.Body}
+	b.rest = r.Body
 	size := int64(512)
 	if r.ContentLength > 0 {
 		size = min(r.ContentLength+1, prefixBytes) // one more, to see the end
@@ -40,13 +41,13 @@ func readPrefix(r *http.Request) (b *body, length int64, err error) {
 		b.prefix = b.prefix[:len(b.prefix)+n]
 		if err == io.EOF {
 			b.ended = true
-			return b, int64(len(b.prefix)), nil
+			return int64(len(b.prefix)), nil
 		}
 		if err != nil {
-			return b, 0, err
+			return 0, err
 		}
 	}
-	return b, r.ContentLength, nil
+	return r.ContentLength, nil
 }
 
 func (b *body) Read(p []byte) (int, error) {
@@ -70,14 +71,6 @@ func (b *body) Read(p []byte) (int, error) {
 
 func (b *body) Close() error { return b.rest.Close() }
 
-// read returns what b has read, of which the handler has read nothing.
-func (b *body) read() []byte {
-	if b == nil {
-		return nil
-	}
-	return b.prefix
-}
-
 const (
 	drainTime  = 10 * time.Millisecond
 	lingerTime = 500 * time.Millisecond
@@ -89,7 +82,7 @@ const (
 // as good as here is read, and the connection kept; any other costs the
 // connection. See the middleware of package stint, which does the same.
 func leaveBody(w http.ResponseWriter, r *http.Request, b *body) {
-	if r.ProtoMajor != 1 || r.Body == nil || r.Body == http.NoBody || r.ContentLength == 0 || b != nil && b.ended {
+	if r.ProtoMajor != 1 || r.Body == nil || r.Body == http.NoBody || r.ContentLength == 0 || b.ended {
 		return
 	}
 	rc := http.NewResponseController(w)

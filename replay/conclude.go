@@ -62,7 +62,7 @@ type ending struct {
 // conclude writes down how the run has ended, and then sends the answer. ctx is
 // the handler's.
 func (x *exchange) conclude(ctx context.Context, returned bool) {
-	v := x.rec.judge(ctx, x.run, returned, x.body != nil && x.body.broken.Load())
+	v := x.rec.judge(ctx, x.run, returned, x.body.broken.Load())
 	storeCtx, cancel := x.finishContext()
 	defer cancel()
 	e := x.settle(storeCtx, v)
@@ -116,7 +116,8 @@ func (x *exchange) settle(ctx context.Context, v verdict) ending {
 		return ending{buried: x.m.cfg.RefuseUnknown && err == nil}
 	}
 
-	a, err := x.finish(ctx, x.rec.answer(fence))
+	x.rec.answer(&x.own, fence)
+	a, err := x.finish(ctx, &x.own)
 	if errors.Is(err, ErrLost) {
 		return x.reclaim(ctx, a)
 	}
@@ -182,7 +183,7 @@ func (x *exchange) yield(claim Claim) ending {
 
 // deliver sends what has been held back.
 func (x *exchange) deliver(e ending) {
-	rec := x.rec
+	rec := &x.rec
 	rec.mu.Lock()
 	defer rec.mu.Unlock()
 	switch own := e.stored != nil && e.stored.fence == x.run.Fence; {

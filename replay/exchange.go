@@ -18,9 +18,10 @@ type exchange struct {
 
 	clientKey  string
 	key, print [32]byte
-	body       *body // nil: none
-	run        *Run  // nil: none
-	rec        *recorder
+	body       body
+	run        *Run // nil: none
+	rec        recorder
+	own        answer // of the handler
 	lease      lease
 	done       chan struct{} // guarded by m.mu; closed when the run has ended; nil: nobody waits
 
@@ -70,8 +71,8 @@ func (x *exchange) serve(key string, next http.Handler) {
 		x.refuse(&noScope, nil)
 		return
 	}
-	var length int64
-	if x.body, length, err = readPrefix(x.r); err != nil {
+	length, err := x.body.readPrefix(x.r)
+	if err != nil {
 		x.err = err
 		how := &brokenBody
 		if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
@@ -82,9 +83,9 @@ func (x *exchange) serve(key string, next http.Handler) {
 	}
 	x.key = storeKey(scope, x.r, key)
 	if f := x.m.cfg.Fingerprint; f != nil {
-		x.print = sha256.Sum256(f(x.r, x.body.read()))
+		x.print = sha256.Sum256(f(x.r, x.body.prefix))
 	} else {
-		x.print = fingerprint(x.r, x.body.read(), length)
+		x.print = fingerprint(x.r, x.body.prefix, length)
 	}
 
 	claim, err := x.acquire(x.r.Context())
@@ -116,14 +117,15 @@ func (x *exchange) serve(key string, next http.Handler) {
 	default:
 		x.m.metrics.begin(claim.State)
 		x.taken = claim.State == StateTaken
-		x.run = &Run{Key: x.key, Fence: claim.Fence, TTL: x.m.cfg.TTL}
+		ctx := &running{run: Run{Key: x.key, Fence: claim.Fence, TTL: x.m.cfg.TTL}}
+		x.run = &ctx.run
 		if x.taken && x.m.cfg.RefuseUnknown {
 			// The run before has never ended. That is as unknown as it gets.
 			x.err = x.bury()
 			x.refuse(&refused, nil)
 			return
 		}
-		x.execute(next)
+		x.execute(ctx, next)
 	}
 }
 
@@ -188,34 +190,32 @@ func timeLeft(ctx context.Context) (left time.Duration, bounded bool) {
 // acquire claims the key, and waits while it is busy, for as long as it may. It
 // returns StateBusy when that is over.
 func (x *exchange) acquire(ctx context.Context) (Claim, error) {
-	var from time.Time // when the waiting began
-	var wait time.Duration
+	claim, err := x.begin(ctx)
+	if err != nil || claim.State != StateBusy {
+		return claim, err
+	}
+	wait := x.m.cfg.MaxWait
+	if left, bounded := timeLeft(ctx); bounded {
+		wait = min(wait, left-min(max(left/4, minReserve), maxReserve))
+	}
+	if wait <= 0 {
+		return claim, nil
+	}
+	defer x.m.waiters.Add(-1)
+	if x.m.waiters.Add(1) > int64(x.m.cfg.MaxWaiters) {
+		return claim, nil
+	}
+	x.m.metrics.wait()
+	from := time.Now()
+	defer func() { x.waited += time.Since(from) }()
+	return x.await(ctx, claim, from.Add(wait))
+}
+
+// await asks for the key again and again until it is no longer busy, or end.
+func (x *exchange) await(ctx context.Context, claim Claim, end time.Time) (Claim, error) {
 	poll := firstPoll
 	for {
-		claim, err := x.begin(ctx)
-		if err != nil || claim.State != StateBusy {
-			return claim, err
-		}
-		if from.IsZero() {
-			wait = x.m.cfg.MaxWait
-			if left, bounded := timeLeft(ctx); bounded {
-				wait = min(wait, left-min(max(left/4, minReserve), maxReserve))
-			}
-			if wait <= 0 {
-				return claim, nil
-			}
-			if x.m.waiters.Add(1) > int64(x.m.cfg.MaxWaiters) {
-				x.m.waiters.Add(-1)
-				return claim, nil
-			}
-			from = time.Now()
-			x.m.metrics.wait()
-			defer func() {
-				x.m.waiters.Add(-1)
-				x.waited += time.Since(from)
-			}()
-		}
-		left := wait - time.Since(from)
+		left := time.Until(end)
 		if left <= 0 {
 			return claim, nil
 		}
@@ -233,6 +233,10 @@ func (x *exchange) acquire(ctx context.Context) (Claim, error) {
 			return claim, nil
 		}
 		t.Stop()
+		var err error
+		if claim, err = x.begin(ctx); err != nil || claim.State != StateBusy {
+			return claim, err
+		}
 	}
 }
 
@@ -271,8 +275,8 @@ func (m *Middleware) runEnds(x *exchange) {
 // request returns the request for the handler.
 func (x *exchange) request(ctx context.Context) *http.Request {
 	req := x.r.WithContext(ctx)
-	if x.body != nil {
-		req.Body = x.body
+	if x.body.rest != nil {
+		req.Body = &x.body
 	}
 	return req
 }
@@ -298,8 +302,9 @@ func (x *exchange) handBack(req *http.Request) {
 	}
 }
 
-// execute runs the handler under the claimed key.
-func (x *exchange) execute(next http.Handler) {
+// execute runs the handler under the claimed key. run is the handler's context,
+// without one to stand on.
+func (x *exchange) execute(run *running, next http.Handler) {
 	x.outcome = OutcomeUnknown
 	x.m.runBegins(x)
 	defer x.m.runEnds(x)
@@ -316,10 +321,11 @@ func (x *exchange) execute(next http.Handler) {
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	req := x.request(&running{ctx, x.run})
+	run.Context = ctx
+	req := x.request(run)
 	defer x.handBack(req)
 
-	x.rec = newRecorder(x.w, x.m.cfg.MaxAnswer)
+	x.rec.init(x.w, x.m.cfg.MaxAnswer)
 	x.lease.x, x.lease.cancel = x, cancel
 	x.lease.length = x.m.leaseFor(timeLeft(x.r.Context()))
 	x.lease.start()

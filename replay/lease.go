@@ -15,7 +15,7 @@ type lease struct {
 	cancel context.CancelCauseFunc // of the handler's context
 
 	mu      sync.Mutex
-	stopped bool // guarded by mu
+	stopped bool        // guarded by mu
 	timer   *time.Timer // guarded by mu
 }
 

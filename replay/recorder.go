@@ -37,12 +37,11 @@ type recorder struct {
 	hijacked bool
 }
 
-func newRecorder(w http.ResponseWriter, max int) *recorder {
-	rec := &recorder{w: w, max: max, declared: -1}
+func (rec *recorder) init(w http.ResponseWriter, max int) {
+	rec.w, rec.max, rec.declared = w, max, -1
 	if h := w.Header(); len(h) > 0 {
 		rec.entry = h.Clone()
 	}
-	return rec
 }
 
 func (rec *recorder) WriteHeader(code int) {
@@ -287,17 +286,18 @@ func (rec *recorder) begun() (status int, passing bool) {
 	return rec.status, rec.passing
 }
 
-// answer returns what is stored for a final answer.
-func (rec *recorder) answer(fence int64) *answer {
+// answer sets a to what is stored for a final answer.
+func (rec *recorder) answer(a *answer, fence int64) {
 	rec.mu.Lock()
 	defer rec.mu.Unlock()
+	a.fence, a.status = fence, rec.status
 	if rec.dropped {
-		return &answer{kind: kindNotKept, fence: fence, status: rec.status}
+		a.kind = kindNotKept
+		return
 	}
-	return &answer{
-		kind: kindAnswer, fence: fence, status: rec.status, length: rec.declared >= 0,
-		header: difference(rec.entry, rec.header), trailers: trailersOf(rec.header, rec.w.Header()), body: rec.body,
-	}
+	a.kind, a.length = kindAnswer, rec.declared >= 0
+	a.header, a.trailers = difference(rec.entry, rec.header), trailersOf(rec.header, rec.w.Header())
+	a.body = rec.body
 }
 
 // A snoop is a set of hooks that are bound to a recorder while the writer is

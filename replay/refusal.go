@@ -31,7 +31,7 @@ var (
 // the reason.
 func (x *exchange) refuse(how *refusal, original *answer) {
 	x.outcome = how.outcome
-	leaveBody(x.w, x.r, x.body)
+	leaveBody(x.w, x.r, &x.body)
 	x.writeRefusal(how, original)
 }
 
@@ -68,7 +68,7 @@ func (x *exchange) writeRefusal(how *refusal, original *answer) {
 // replay sends a stored answer.
 func (x *exchange) replay(a *answer) {
 	x.outcome = OutcomeReplayed
-	leaveBody(x.w, x.r, x.body)
+	leaveBody(x.w, x.r, &x.body)
 	x.writeStored(a, true)
 }
 

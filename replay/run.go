@@ -67,12 +67,12 @@ func (r *Run) Encode(status int, header http.Header, body []byte) []byte {
 // running is the context of a run.
 type running struct {
 	context.Context
-	run *Run
+	run Run
 }
 
 func (c *running) Value(key any) any {
 	if key == (runKey{}) {
-		return c.run
+		return &c.run
 	}
 	return c.Context.Value(key)
 }
