@@ -16,10 +16,6 @@ const HeaderIdempotencyKey = "Idempotency-Key"
 // both alike.
 const headerXIdempotencyKey = "X-Idempotency-Key"
 
-// maxKey is the longest key accepted, in bytes. Stripe and the servers that
-// follow it draw the line there.
-const maxKey = 255
-
 // A KeyPolicy says whether stint makes idempotency keys, and what one that it
 // made permits. A key that the caller set is the caller's promise and always
 // permits repeating the request; one that a reverse proxy copied from the request
@@ -42,20 +38,6 @@ const (
 )
 
 func (p KeyPolicy) valid() bool { return p >= 0 && p <= KeysOff }
-
-// validKey reports whether s can be sent as a key: 1 to 255 visible ASCII
-// characters.
-func validKey(s string) bool {
-	if s == "" || len(s) > maxKey {
-		return false
-	}
-	for i := range len(s) {
-		if s[i] <= ' ' || s[i] > '~' {
-			return false
-		}
-	}
-	return true
-}
 
 // redacted stands for a key in messages: whoever has a key may be able to fetch
 // the answer that is stored under it.

@@ -21,6 +21,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stinthttp/stint/internal/idemkey"
 )
 
 // An arrival as the wire had it: the names of headers as they were spelled.
@@ -664,7 +666,7 @@ func FuzzIdempotencyKey(f *testing.F) {
 	f.Add("order-1", uint16(0), "", uint16(0), false)
 	f.Add(`"order \"1\\"`, uint16(0xffff), "order-2", uint16(1), true)
 	f.Add("\x00\n\x80", uint16(0x5555), "order-2", uint16(0x5555), false)
-	f.Add(strings.Repeat("k", maxKey+1), uint16(7), " k ", uint16(3), true)
+	f.Add(strings.Repeat("k", idemkey.MaxLen+1), uint16(7), " k ", uint16(3), true)
 	f.Fuzz(func(t *testing.T, one string, upperOne uint16, two string, upperTwo uint16, other bool) {
 		name := HeaderIdempotencyKey
 		if other {
@@ -708,10 +710,10 @@ func FuzzIdempotencyKey(f *testing.F) {
 			t.Fatalf("%q became %q", before, in)
 		}
 
-		if got := keyOfRequest(scanned(in)); got != "" && (!validKey(got) || len(in) > 2) {
+		if got := keyOfRequest(scanned(in)); got != "" && (!idemkey.Valid(got) || len(in) > 2) {
 			t.Fatalf("%q is taken from %q", got, in)
 		}
-		if validKey(one) && one[0] != '"' {
+		if idemkey.Valid(one) && one[0] != '"' {
 			quoted := `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(one) + `"`
 			for _, form := range []string{one, quoted, " " + quoted + "\t"} {
 				if got := keyOfRequest(scanned(http.Header{spelled(name, upperTwo): {form}})); got != one {

@@ -16,6 +16,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/felixge/httpsnoop"
+
+	"github.com/stinthttp/stint/internal/idemkey"
 )
 
 // DefaultMaxTimeout is what MiddlewareConfig.MaxTimeout is when it is zero.
@@ -1033,10 +1035,8 @@ func retryCount(h *scannedHeader) int {
 	return int(min(n, maxRetryCount))
 }
 
-// keyOfRequest returns the request's idempotency key. The draft standard writes
-// it as a quoted string (RFC 8941, section 3.3.3), most clients as a bare word:
-// both are the same key. Of two lines neither is believed, they could be of two
-// operations.
+// keyOfRequest returns the request's idempotency key. Of two lines neither is
+// believed, they could be of two operations.
 func keyOfRequest(h *scannedHeader) string {
 	if !h.key {
 		return ""
@@ -1051,41 +1051,6 @@ func keyOfRequest(h *scannedHeader) string {
 	} else {
 		key = others[0]
 	}
-	key = strings.Trim(key, " \t")
-	if strings.HasPrefix(key, `"`) {
-		var ok bool
-		if key, ok = unquote(key); !ok {
-			return ""
-		}
-	}
-	if key == "" || !validKey(key) {
-		return ""
-	}
+	key, _ = idemkey.Parse(key)
 	return key
-}
-
-// unquote undoes the quoting of an RFC 8941 string, in which a backslash stands
-// before a quote or another backslash and nothing else.
-func unquote(s string) (string, bool) {
-	if len(s) < 2 || s[len(s)-1] != '"' {
-		return "", false
-	}
-	s = s[1 : len(s)-1]
-	if !strings.ContainsAny(s, `"\`) {
-		return s, true
-	}
-	b := make([]byte, 0, len(s))
-	for i := 0; i < len(s); i++ {
-		switch {
-		case s[i] == '"':
-			return "", false
-		case s[i] == '\\':
-			i++
-			if i == len(s) || s[i] != '"' && s[i] != '\\' {
-				return "", false
-			}
-		}
-		b = append(b, s[i])
-	}
-	return string(b), true
 }
