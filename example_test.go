@@ -432,3 +432,46 @@ func ExampleError() {
 	// timeout: true
 	// ledger:80, attempts: 1, reason: deadline
 }
+
+// One peer with two hosts behind it, one of which is down: the retry goes to the
+// other, and so do the requests after it.
+func ExampleNewHosts() {
+	hosts, err := stint.NewHosts("ledger", "10.0.0.1:8080", "10.0.0.2:8080")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	failed := 0
+	transport, err := stint.NewTransport(stint.Config{
+		Elsewhere: hosts.Pick,
+		Backoff:   quick,
+		Base: peer(func(r *http.Request) (*http.Response, error) {
+			if r.URL.Host == "10.0.0.1:8080" {
+				failed++
+				return answers(http.StatusServiceUnavailable)(r)
+			}
+			return answers(http.StatusOK)(r)
+		}),
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	client := &http.Client{Transport: transport}
+	ok := 0
+	for range 100 {
+		resp, err := client.Get("http://ledger/balance")
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		resp.Body.Close()
+		if resp.StatusCode == http.StatusOK {
+			ok++
+		}
+	}
+	fmt.Println(ok, "of 100 succeed, attempts at the bad host:", failed)
+
+	// Output:
+	// 100 of 100 succeed, attempts at the bad host: 1
+}

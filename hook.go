@@ -63,6 +63,7 @@ type Event struct {
 	Kind       EventKind
 	Reason     Reason        // EventRefused, EventDone: see Reason
 	Peer       string        // client side: the budget's key
+	Host       string        // client side, with Config.Elsewhere: where the latest attempt goes, or went
 	Service    string        // server side: MiddlewareConfig.Service
 	DeadlineMS int64         // the deadline in force, Unix milliseconds; client side: as sent, after the reserve; 0: none
 	Remaining  time.Duration // until our own deadline, before the reserve; negative once it has passed; 0 without one
