@@ -69,8 +69,30 @@ func (w wire) load(target *url.URL, ctx context.Context, goroutines int) load {
 // in the slices around.
 type trip struct {
 	name                 string
-	throughput, baseline []float64 // requests a second at saturation, by round
+	throughput, baseline []rate    // at saturation, by round
 	latency, baseLatency []float64 // nanoseconds, of all requests at the fixed rate
+}
+
+// A rate is what a slice at saturation shows. Throughput is what counts, and the
+// CPU time is what it comes to where nothing else runs on the machine.
+type rate struct {
+	perSecond float64
+	cpu       float64 // nanoseconds of a request, its server included
+}
+
+func (r rate) mean(s rate) rate {
+	return rate{(r.perSecond + s.perSecond) / 2, (r.cpu + s.cpu) / 2}
+}
+
+func perSecond(r rate) float64  { return r.perSecond }
+func perRequest(r rate) float64 { return r.cpu }
+
+func each(rates []rate, f func(rate) float64) []float64 {
+	out := make([]float64, len(rates))
+	for i, r := range rates {
+		out[i] = f(r)
+	}
+	return out
 }
 
 const (
@@ -104,7 +126,7 @@ func roundTrips(e effort, w wire) []trip {
 			with := l.saturate(clients[i], e.slice)
 			after := l.saturate(pool, e.slice/2)
 			t.throughput = append(t.throughput, with)
-			t.baseline = append(t.baseline, (before+after)/2)
+			t.baseline = append(t.baseline, before.mean(after))
 
 			t.baseLatency = append(t.baseLatency, l.paced(pool, e.slice/2)...)
 			t.latency = append(t.latency, l.paced(clients[i], e.slice)...)
@@ -114,11 +136,10 @@ func roundTrips(e effort, w wire) []trip {
 	return trips
 }
 
-// saturate sends as fast as it goes for that long, and returns how many requests
-// ended in a second.
-func (l load) saturate(rt http.RoundTripper, length time.Duration) float64 {
+// saturate sends as fast as it goes for that long.
+func (l load) saturate(rt http.RoundTripper, length time.Duration) rate {
 	counts := make([]int, l.goroutines)
-	begin := time.Now()
+	begin, spent := time.Now(), cpuTime()
 	var wg sync.WaitGroup
 	for i := range counts {
 		wg.Go(func() {
@@ -133,7 +154,7 @@ func (l load) saturate(rt http.RoundTripper, length time.Duration) float64 {
 	for _, c := range counts {
 		n += c
 	}
-	return float64(n) / time.Since(begin).Seconds()
+	return rate{float64(n) / time.Since(begin).Seconds(), float64(cpuTime()-spent) / float64(n)}
 }
 
 // paced sends at the fixed rate, whether earlier requests have ended or not, and

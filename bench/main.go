@@ -15,14 +15,14 @@ import (
 
 var (
 	thorough = run{
-		effort: effort{rounds: 31, slice: 6 * time.Millisecond},
-		wall:   effort{rounds: 7, slice: 150 * time.Millisecond},
+		effort: effort{rounds: 21, slice: 20 * time.Millisecond},
+		wall:   effort{rounds: 11, slice: 100 * time.Millisecond},
 		micro:  "200ms",
 	}
 	// brief is long enough for exact counts and for a look at the ratios.
 	brief = run{
-		effort: effort{rounds: 5, slice: time.Millisecond},
-		wall:   effort{rounds: 2, slice: 40 * time.Millisecond},
+		effort: effort{rounds: 5, slice: 3 * time.Millisecond},
+		wall:   effort{rounds: 3, slice: 40 * time.Millisecond},
 		micro:  "5ms",
 	}
 )

@@ -298,13 +298,14 @@ func (r *run) serverTable() {
 
 // wireTable: what a caller sees over loopback.
 func (r *run) wireTable(name string, w wire) {
-	t := r.table(name, w.name, "p50", "bare", "p99", "bare", "throughput", "÷ bare")
+	t := r.table(name, w.name, "p50", "bare", "p99", "bare", "throughput", "÷ bare", "CPU time ÷ bare")
 	for _, c := range roundTrips(r.wall, w) {
-		throughput := ratio(c.throughput, c.baseline)
+		throughput := ratio(each(c.throughput, perSecond), each(c.baseline, perSecond))
 		t.add(c.name,
-			micros(quantile(c.latency, 0.5)), micros(quantile(c.baseLatency, 0.5)),
-			micros(quantile(c.latency, 0.99)), micros(quantile(c.baseLatency, 0.99)),
-			fmt.Sprintf("%.0f/s", median(c.throughput)), fmt.Sprintf("%.3f", throughput))
+			wholeMicros(quantile(c.latency, 0.5)), wholeMicros(quantile(c.baseLatency, 0.5)),
+			wholeMicros(quantile(c.latency, 0.99)), wholeMicros(quantile(c.baseLatency, 0.99)),
+			fmt.Sprintf("%.0f/s", median(each(c.throughput, perSecond))), fmt.Sprintf("%.3f", throughput),
+			fmt.Sprintf("%.3f", ratio(each(c.throughput, perRequest), each(c.baseline, perRequest))))
 		if c.name == nameMetrics {
 			r.verdict("saturated throughput over loopback, ÷ bare ("+w.name+")", "≥ 0.97", fmt.Sprintf("%.3f", throughput), throughput >= 0.97)
 		}
@@ -354,8 +355,9 @@ func (r *run) growthTable() {
 	}
 }
 
-func micros(ns float64) string { return fmt.Sprintf("%.2f µs", ns/1000) }
-func nanos(ns float64) string  { return fmt.Sprintf("%.0f ns", ns) }
+func micros(ns float64) string      { return fmt.Sprintf("%.2f µs", ns/1000) }
+func wholeMicros(ns float64) string { return fmt.Sprintf("%.0f µs", ns/1000) }
+func nanos(ns float64) string       { return fmt.Sprintf("%.0f ns", ns) }
 
 func count(n int, what string) string {
 	if n > 1 {
