@@ -42,6 +42,7 @@ func (r *run) all() error {
 	}
 	r.memoryTable()
 	r.growthTable()
+	r.floorTable()
 	r.tables = append(r.tables, r.targets)
 	return nil
 }
@@ -190,10 +191,10 @@ func (r *run) contention() {
 		for _, lib := range []library{{"bare", func(base http.RoundTripper) http.RoundTripper { return base }}, {nameMetrics, everything}, {nameBudget, wrapOf(nameBudget)}} {
 			rt := lib.wrap(noop())
 			c := measure(r.effort, inProcess(http.MethodGet, edgeContext, 1).through(lib.name, rt), inProcess(http.MethodGet, edgeContext, 8).through(lib.name, rt))[0]
-			times := ratio(c.total, c.base)
-			t.add(lib.name, fmt.Sprintf("%.2f", times))
+			part := ratio(c.total, c.base)
+			t.add(lib.name, times(part))
 			if lib.name == nameMetrics {
-				r.target("eight goroutines to one peer on two cores, CPU time of a GET ÷ that with one goroutine", times, 1.2, "%.2f")
+				r.target("eight goroutines to one peer on two cores, CPU time of a GET ÷ that with one goroutine", part, 1.2, "%.2f")
 			}
 		}
 	})
@@ -292,8 +293,8 @@ func (r *run) serverTable() {
 		r.guard.check(name, s.name, n)
 		t.add(s.name, strconv.Itoa(n), micros(cost), "")
 	}
-	times := ratio(c.total, c.base)
-	r.verdict("refusing an expired request, ÷ serving an empty one", "< 1.00", fmt.Sprintf("%.2f", times), times < 1)
+	part := ratio(c.total, c.base)
+	r.verdict("refusing an expired request, ÷ serving an empty one", "< 1.00", times(part), part < 1)
 }
 
 // wireTable: what a caller sees over loopback.
@@ -356,6 +357,7 @@ func (r *run) growthTable() {
 }
 
 func micros(ns float64) string      { return fmt.Sprintf("%.2f µs", ns/1000) }
+func times(x float64) string        { return fmt.Sprintf("%.2f", x) }
 func wholeMicros(ns float64) string { return fmt.Sprintf("%.0f µs", ns/1000) }
 func nanos(ns float64) string       { return fmt.Sprintf("%.0f ns", ns) }
 
