@@ -163,13 +163,14 @@ func TestReadmeDefaults(t *testing.T) {
 		"AdmissionConfig.MinSamples":  strconv.Itoa(stint.DefaultMinSamples),
 		"AdmissionConfig.Window":      words(stint.DefaultAdmissionWindow),
 		"MiddlewareConfig.MaxTimeout": words(stint.DefaultMaxTimeout),
+		"LimitConfig.MaxWait":         words(stint.DefaultLimitMaxWait),
 	}
 	if stint.DefaultMaxPeers != 1000 {
 		t.Errorf("DefaultMaxPeers = %d, README.md says 1,000", stint.DefaultMaxPeers)
 	}
 	for _, v := range []any{
 		stint.Config{}, stint.BudgetConfig{}, stint.Backoff{}, stint.AdmissionConfig{},
-		stint.Override{}, stint.MiddlewareConfig{}, stint.MetricsConfig{},
+		stint.Override{}, stint.MiddlewareConfig{}, stint.MetricsConfig{}, stint.LimitConfig{},
 	} {
 		typ := reflect.TypeOf(v)
 		x := findTable(t, typ.Name(), "field")
