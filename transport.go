@@ -62,6 +62,9 @@ type Config struct {
 	// Admission sets when a retry is held to be able to end in time.
 	Admission AdmissionConfig
 
+	// Hedge sets when a slow request gets a second attempt. Zero: never.
+	Hedge HedgeConfig
+
 	// RetryStatus says which statuses are worth a retry. nil: 408, 421, 425,
 	// 429, 502, 503 and 504. X-Should-Retry overrides it. Answers of the default
 	// set earn no retry credit even where RetryStatus does not retry them.
@@ -173,6 +176,7 @@ func (c Config) check() error {
 	c.Budget.check(&errs)
 	c.Backoff.check(&errs)
 	c.Admission.check(&errs)
+	c.Hedge.check(&errs)
 	return errs.join()
 }
 
