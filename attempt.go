@@ -28,9 +28,9 @@ type result struct {
 // final reports whether nothing is left to decide.
 func (r *result) final() bool { return r.verdict == done || r.verdict == terminal }
 
-// An attempt is one pass of a request to the base. The first lies in its call, so
-// that a request that succeeds at once costs one allocation for both; a retry has
-// its own, since the base may still be reading what it was given before.
+// An attempt is one pass of a request to the base. It has an allocation of its own,
+// since the base may still be reading what it was given when RoundTrip is over; the
+// call stays on the stack.
 type attempt struct {
 	number int // from 1
 	sent   time.Time
@@ -42,9 +42,7 @@ type attempt struct {
 	upload *upload       // nil: nothing to watch
 	unsent io.ReadCloser // a body that the base does not have yet
 
-	host   string        // with Config.Elsewhere: where it goes
-	routed bool          // Config.Elsewhere was asked
-	done   func(ok bool) // nil: nobody wants to know
+	route *route // nil: there is no Config.Elsewhere
 
 	cancel context.CancelCauseFunc // nil: req has the request's own context
 	timer  *time.Timer             // for AttemptTimeout; nil: none
@@ -70,7 +68,8 @@ func (c *call) send(body io.ReadCloser) result {
 	c.seen = time.Time{}
 	if after > 0 {
 		h := c.armHedge(a, after)
-		return h.settle(c.pass(a))
+		resp, err := c.pass(a)
+		return h.settle(c, resp, err)
 	}
 	resp, err := c.pass(a)
 	return c.conclude(a, resp, err)
@@ -90,10 +89,9 @@ func (c *call) pass(a *attempt) (*http.Response, error) {
 
 // prepare makes the next attempt ready to go, and counts it.
 func (c *call) prepare(body io.ReadCloser) *attempt {
-	a, failed := &c.first, ""
-	a.sent = c.start
+	a, failed := &attempt{sent: c.start}, c.last.host()
 	if c.attempts > 0 {
-		a, failed = &attempt{sent: time.Now()}, c.last.host
+		a.sent = time.Now()
 	}
 	c.attempts++
 	a.number = c.attempts
@@ -135,7 +133,7 @@ func (c *call) prepare(body io.ReadCloser) *attempt {
 	}
 	c.peer.metrics.sent(a.sent, a.number)
 	if c.t.cfg.Elsewhere != nil {
-		c.route(a, failed)
+		c.reroute(a, failed)
 	}
 	return a
 }
@@ -213,7 +211,7 @@ func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 		r.err = errResends // net/http says context.Canceled
 	}
 	c.inHand = r.resp
-	if a.routed {
+	if a.route != nil {
 		c.unroute(&r)
 	}
 	if p := c.probe(); p != nil && r.resp != nil {

@@ -46,13 +46,13 @@ type Outcome struct {
 // compose: a zero field of o keeps what an outer Override says.
 func WithOverride(ctx context.Context, o Override) context.Context {
 	if outer, ok := ctx.Value(overrideKey{}).(*Override); ok {
-		o = o.inherit(*outer)
+		o.inherit(outer)
 	}
 	return context.WithValue(ctx, overrideKey{}, &o)
 }
 
 // inherit fills in the zero fields of o.
-func (o Override) inherit(outer Override) Override {
+func (o *Override) inherit(outer *Override) {
 	if o.MaxAttempts == 0 {
 		o.MaxAttempts = outer.MaxAttempts
 	}
@@ -72,7 +72,6 @@ func (o Override) inherit(outer Override) Override {
 	if o.Outcome == nil {
 		o.Outcome = outer.Outcome
 	}
-	return o
 }
 
 func (o *Override) validate() error {

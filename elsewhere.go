@@ -2,18 +2,32 @@ package stint
 
 import "net/http"
 
-// route lets Config.Elsewhere choose the host of an attempt, in a URL of the
+// A route is what Config.Elsewhere chose for an attempt.
+type route struct {
+	host string
+	done func(ok bool) // nil: nobody wants to know
+}
+
+// host returns where the attempt went, if Config.Elsewhere was asked. a may be nil.
+func (a *attempt) host() string {
+	if a == nil || a.route == nil {
+		return ""
+	}
+	return a.route.host
+}
+
+// reroute lets Config.Elsewhere choose the host of an attempt, in a URL of the
 // attempt's own.
-func (c *call) route(a *attempt, failed string) {
+func (c *call) reroute(a *attempt, failed string) {
 	u := *c.req.URL
 	a.req.URL = &u
 	if a.req.Host == "" {
 		a.req.Host = u.Host // what the peer is called does not change with the host
 	}
-	a.routed = true
-	a.done = c.t.cfg.Elsewhere(&a.req, failed)
+	a.route = new(route)
+	a.route.done = c.t.cfg.Elsewhere(&a.req, failed)
 	if a.req.URL != nil {
-		a.host = a.req.URL.Host
+		a.route.host = a.req.URL.Host
 	}
 }
 
@@ -31,8 +45,8 @@ func (c *call) unroute(r *result) {
 
 // report tells Config.Elsewhere how an attempt ended.
 func (a *attempt) report(ok bool) {
-	if a.done != nil {
-		a.done(ok)
+	if a.route != nil && a.route.done != nil {
+		a.route.done(ok)
 	}
 }
 

@@ -110,10 +110,10 @@ func (b *budget) hedge(now time.Time) bool {
 }
 
 // A hedge is a second attempt that may come to be while the first is under way, on
-// the timer's goroutine. Until launched is closed the call belongs to that, then
-// to the request's own again.
+// the timer's goroutine. That has a copy of the call: the call itself stays on the
+// stack of whoever waits for the first attempt.
 type hedge struct {
-	c     *call
+	twin  *call
 	first *attempt
 	timer *time.Timer
 	over  atomic.Bool  // the first attempt has returned
@@ -150,7 +150,8 @@ func (c *call) hedgeAfter() time.Duration {
 }
 
 func (c *call) armHedge(first *attempt, after time.Duration) *hedge {
-	h := &hedge{c: c, first: first, launched: make(chan struct{}), ended: make(chan struct{})}
+	h := &hedge{twin: new(call), first: first, launched: make(chan struct{}), ended: make(chan struct{})}
+	*h.twin = *c
 	c.hedge = h
 	c.peer.hedges.armed.add(c.second(c.start))
 	h.timer = time.AfterFunc(after, h.run)
@@ -180,15 +181,15 @@ func (h *hedge) run() {
 	}
 	launched = true
 	close(h.launched)
-	h.resp, h.err = h.c.pass(h.second)
-	if h.c.answered(h.resp) && h.wins(h.second) {
+	h.resp, h.err = h.twin.pass(h.second)
+	if h.twin.answered(h.resp) && h.wins(h.second) {
 		h.first.cancel(errHedged)
 	}
 }
 
 // begin decides whether there is a second attempt, and makes it ready to go.
 func (h *hedge) begin() bool {
-	c, now := h.c, time.Now()
+	c, now := h.twin, time.Now()
 	c.peer.hedges.overdue.add(c.second(now))
 	c.peer.hedges.now.Add(1)
 	h.overdue = true
@@ -229,26 +230,27 @@ func (h *hedge) wins(a *attempt) bool {
 
 // settle makes one result of what the first attempt returned and of what the
 // second did or will. It waits for both: no goroutine outlives the call.
-func (h *hedge) settle(resp *http.Response, err error) result {
-	c := h.c
+func (h *hedge) settle(c *call, resp *http.Response, err error) result {
 	h.over.Store(true)
-	defer func() { c.hedge = nil }()
 	if h.timer.Stop() {
+		c.hedge = nil
 		return c.conclude(h.first, resp, err)
 	}
 	<-h.launched
-	defer h.intime()
-	if h.panicked == nil && h.second == nil {
-		return c.conclude(h.first, resp, err)
-	}
 	c.inHand = resp
-	if c.answered(resp) && h.wins(h.first) {
-		h.second.cancel(errHedged)
+	if h.second != nil {
+		if c.answered(resp) && h.wins(h.first) {
+			h.second.cancel(errHedged)
+		}
+		<-h.ended
 	}
-	<-h.ended
 	if h.panicked != nil {
-		h.first.release() // the second is the last, which end sees to
-		panic(h.panicked)
+		panic(h.panicked) // abort sees to the second attempt
+	}
+	c.hedge, c.attempts = nil, h.twin.attempts
+	defer h.intime()
+	if h.second == nil {
+		return c.conclude(h.first, resp, err)
 	}
 	switch h.won.Load() {
 	case 1:
@@ -266,10 +268,6 @@ func (h *hedge) settle(resp *http.Response, err error) result {
 	other, otherResp, otherErr := h.second, h.resp, h.err
 	if rank(otherResp) > rank(keptResp) {
 		kept, keptResp, keptErr, other, otherResp, otherErr = other, otherResp, otherErr, kept, keptResp, keptErr
-	}
-	if otherResp != nil && otherResp.Body != nil {
-		otherResp.Body.Close()
-		otherResp.Body = http.NoBody
 	}
 	r := c.conclude(other, otherResp, otherErr)
 	other.release()
@@ -310,17 +308,18 @@ func (c *call) lose(a *attempt, resp *http.Response) {
 func (h *hedge) intime() {
 	if h.overdue {
 		h.overdue = false
-		h.c.peer.hedges.now.Add(-1)
+		h.twin.peer.hedges.now.Add(-1)
 	}
 }
 
-// abort ends what a panic in the first attempt, or behind it, has left.
-func (h *hedge) abort() {
+// abort ends what a panic has left, of either attempt or behind them.
+func (h *hedge) abort(c *call) {
 	if h == nil || h.timer.Stop() {
 		return
 	}
 	<-h.launched
-	h.intime()
+	defer h.intime()
+	c.attempts = h.twin.attempts
 	if h.second == nil {
 		return
 	}
@@ -331,9 +330,7 @@ func (h *hedge) abort() {
 	}
 	h.second.bodies().close()
 	closeUnsent(h.second.unsent)
-	h.second.unsent = nil
 	h.second.release()
-	h.first.release()
 }
 
 var errHedged = errors.New("stint: the other attempt was quicker")

@@ -74,11 +74,11 @@ func (t *throttle) failure(now time.Time) {
 
 var errThrottled = errors.New("held back on the client's side by Config.Throttle, as the peer fails more than half of what it gets")
 
-// throttled reports whether the request is held back, with what its caller gets.
-func (c *call) throttled() (result, bool) {
+// throttled returns what the caller gets where the request is held back, else nil.
+func (c *call) throttled() error {
 	if !c.peer.throttle.holds(c.start, c.t.jitter) {
-		return result{}, false
+		return nil
 	}
 	closeBody(c.req)
-	return result{verdict: terminal, err: c.error(ReasonThrottle, errThrottled)}, true
+	return c.error(ReasonThrottle, errThrottled)
 }

@@ -197,6 +197,7 @@ type Transport struct {
 	fresh http.RoundTripper // for retries; nil: base
 	std   bool              // base is net/http's own, whose resends we know
 	cfg   Config
+	opts  Override // what cfg says of what an Override can change
 	peers *peers
 
 	jitter func() float64                // uniform in [0, 1)
@@ -217,6 +218,7 @@ func NewTransport(c Config) (*Transport, error) {
 			t.fresh = freshConns(base)
 		}
 	}
+	t.opts = Override{MaxAttempts: c.MaxAttempts, AttemptTimeout: c.AttemptTimeout, Reserve: c.Reserve, Keys: c.Keys}
 	t.peers = newPeers(&t.cfg, time.Now())
 	return t, nil
 }
@@ -238,8 +240,8 @@ var errZeroTransport = errors.New("stint: zero Transport: use stint.NewTransport
 // waited, the error is an [*Error]. A retry that is refused after an error of the
 // base returns that error: why is in the Outcome, the hook and the metrics.
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
-	c, err := t.begin(req)
-	if err != nil {
+	var c call
+	if err := c.begin(t, req); err != nil {
 		closeBody(req)
 		return nil, err
 	}
@@ -256,8 +258,8 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		}
 		return c.finish(result{verdict: terminal, err: c.error(reason, why)}, reason)
 	}
-	if r, held := c.throttled(); held {
-		return c.finish(r, ReasonThrottle)
+	if err := c.throttled(); err != nil {
+		return c.finish(result{verdict: terminal, err: err}, ReasonThrottle)
 	}
 	for body := req.Body; ; {
 		r := c.send(body)
@@ -283,6 +285,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 			}
 			return c.finish(r, ReasonNotReplayable)
 		}
+		var err error
 		if body, err = c.rewind(); err != nil {
 			return c.finish(r, ReasonNotReplayable)
 		}
