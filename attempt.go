@@ -98,7 +98,7 @@ func (c *call) prepare(body io.ReadCloser) *attempt {
 	c.last = a
 
 	ctx := c.bound
-	guarded := hasBody(c.req) && replayable(c.req) && !(c.opts.MaxAttempts == 1 && c.repeatable)
+	guarded := hasBody(c.req) && replayable(c.req) && !(c.opts.MaxAttempts == 1 && c.repeatable && c.t.cfg.UsedUp == nil)
 	if c.traced || guarded {
 		a.upload = &upload{traced: c.traced}
 	}

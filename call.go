@@ -449,6 +449,7 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 	}
 	c.count(outcome, reason)
 	c.leaveNote(&r, outcome, reason)
+	c.park(&r, reason)
 	if c.t.cfg.Hook != nil {
 		now := time.Now()
 		if reason != "" {

@@ -125,6 +125,13 @@ type Config struct {
 	// stint_transparent_resends_total. Off by default, as it costs allocations.
 	CountResends bool
 
+	// UsedUp is called inline, before RoundTrip returns, for each request that
+	// fails with a Reason other than canceled: its retries are used up, or it gets
+	// none. It is for putting the operation where it is tried again later; see
+	// [UsedUp].Repeatable for which may be. What it does holds up the caller.
+	// nil: none.
+	UsedUp func(context.Context, UsedUp)
+
 	// Hook is called inline for every Event of a request. nil: none.
 	Hook func(context.Context, Event)
 
