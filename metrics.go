@@ -73,6 +73,8 @@ type MetricsConfig struct {
 //	stint_client_retry_successes_total{peer}      requests that ended well after a retry
 //	stint_client_outcomes_total{peer,outcome}     requests: ok, error, deadline, refused, canceled
 //	stint_attempts_per_success{peer}              histogram
+//	stint_hedges_total{peer}                      of the retries, hedges
+//	stint_hedge_wins_total{peer}                  hedges that answered first
 //	stint_refused_total{peer,reason}              what was not sent, by Reason
 //	stint_transparent_resends_total{peer}         resends inside net/http, with Config.CountResends
 //	retry_budget_utilisation{peer}                gauge, [0, 1]: the highest of the last minute
@@ -114,6 +116,8 @@ type Metrics struct {
 	retries        *prometheus.CounterVec // peer
 	retrySuccesses *prometheus.CounterVec // peer
 	outcomes       *prometheus.CounterVec // peer, outcome
+	hedges         *prometheus.CounterVec // peer
+	hedgeWins      *prometheus.CounterVec // peer
 	exhausted      *prometheus.CounterVec // peer
 	resends        *prometheus.CounterVec // peer
 	attempts       *prometheus.HistogramVec
@@ -198,6 +202,10 @@ func NewMetrics(c MetricsConfig) (*Metrics, error) {
 		"Attempts after the first.", "peer")
 	m.retrySuccesses = counter("stint_client_retry_successes_total",
 		"Requests that ended well after at least one retry.", "peer")
+	m.hedges = counter("stint_hedges_total",
+		"Hedges: second attempts that were sent while the first was still under way.", "peer")
+	m.hedgeWins = counter("stint_hedge_wins_total",
+		"Hedges that answered before the first attempt did.", "peer")
 	m.outcomes = counter("stint_client_outcomes_total",
 		"Finished requests by outcome: ok, error, deadline, refused, canceled.", "peer", "outcome")
 	m.attempts = histogram("stint_attempts_per_success",
@@ -386,6 +394,7 @@ type peerMetrics struct {
 	refs int    // guarded by m.mu; not counted for otherPeer
 
 	requests, retries, retrySuccesses, exhausted, exceeded, resends, skews prometheus.Counter
+	hedges, hedgeWins                                                      prometheus.Counter
 
 	outcomes [len(outcomes)]prometheus.Counter
 	refusals [len(clientReasons)]prometheus.Counter
@@ -439,7 +448,7 @@ func (m *Metrics) releasePeer(p *peerMetrics) {
 	delete(m.peers, p.name)
 	// Value by value. A partial match on the peer would look at all series, and
 	// for the empty name it would take those of the server side along.
-	for _, v := range []*prometheus.CounterVec{m.requests, m.retries, m.retrySuccesses, m.exhausted, m.resends} {
+	for _, v := range []*prometheus.CounterVec{m.requests, m.retries, m.retrySuccesses, m.hedges, m.hedgeWins, m.exhausted, m.resends} {
 		v.DeleteLabelValues(p.name)
 	}
 	m.attempts.DeleteLabelValues(p.name)
@@ -472,6 +481,8 @@ func (m *Metrics) newPeerLocked(name string) *peerMetrics {
 		requests:       m.requests.WithLabelValues(name),
 		retries:        m.retries.WithLabelValues(name),
 		retrySuccesses: m.retrySuccesses.WithLabelValues(name),
+		hedges:         m.hedges.WithLabelValues(name),
+		hedgeWins:      m.hedgeWins.WithLabelValues(name),
 		exhausted:      m.exhausted.WithLabelValues(name),
 		resends:        m.resends.WithLabelValues(name),
 		attempts:       m.attempts.WithLabelValues(name),
@@ -560,6 +571,20 @@ func (p *peerMetrics) budgetUsed(now time.Time, share float64) {
 	}
 	if v := toBillionths(share); v > 0 { // 0 is what an empty window says anyway
 		p.used.raise(windowEpoch(p.m.start, now), v)
+	}
+}
+
+// hedged counts a hedge that is sent, which counts as a retry besides.
+func (p *peerMetrics) hedged() {
+	if p != nil {
+		p.hedges.Inc()
+	}
+}
+
+// hedgeWon counts one that answered first.
+func (p *peerMetrics) hedgeWon() {
+	if p != nil {
+		p.hedgeWins.Inc()
 	}
 }
 

@@ -263,6 +263,8 @@ func TestS12MetricNames(t *testing.T) {
 		"stint_deadline_headers_total{service,state}",
 		"stint_deadline_late_seconds{service}",
 		"stint_deadline_remaining_seconds{service}",
+		"stint_hedge_wins_total{peer}",
+		"stint_hedges_total{peer}",
 		"stint_refused_total{peer,reason,service}",
 		"stint_server_retries_total{service}",
 		"stint_transparent_resends_total{peer}",
@@ -290,8 +292,8 @@ func TestMetricsDescribe(t *testing.T) {
 		return descs
 	}
 	plain := describe(MetricsConfig{})
-	if len(plain) != 18 {
-		t.Errorf("%d descriptors, want 18", len(plain))
+	if len(plain) != 20 {
+		t.Errorf("%d descriptors, want 20", len(plain))
 	}
 	other := describe(MetricsConfig{NativeHistograms: true, Exemplar: func(context.Context) prometheus.Labels { return nil }})
 	if !slices.Equal(plain, other) {
@@ -622,7 +624,7 @@ func TestO34NilAndZero(t *testing.T) {
 // status code that its handlers answer, at most 502; proxies add 5. That is 4,391
 // for 129 peers, and for 65 services with the usual 16 codes each 4,160.
 const (
-	seriesPerPeer    = 35
+	seriesPerPeer    = 37
 	seriesPerService = 48
 	seriesOfProxies  = 5
 )

@@ -419,6 +419,7 @@ type chain struct {
 	plain    bool          // plain attempts at each hop, no library
 	strip    string        // see inProcessHop
 	timeout  time.Duration // set by the edge; 0: 10 s
+	config   Config        // of each client
 }
 
 // run sends rate requests a second to the edge. The log is that of the store;
@@ -445,7 +446,9 @@ func (c chain) run(t *testing.T, store faulty, rate float64, lasts time.Duration
 		if err != nil {
 			t.Fatal(err)
 		}
-		client := stormTransport(t, Config{MaxAttempts: attempts}, base, uint64(i))
+		config := c.config
+		config.MaxAttempts = attempts
+		client := stormTransport(t, config, base, uint64(i))
 		base = &inProcessHop{handler: m.Handler(callNext(t, client, "http://"+hop.next+".test/")), strip: c.strip}
 	}
 	requests := make([]stormRequest, int(lasts.Seconds()*rate))
