@@ -74,6 +74,7 @@ func (p plainRetries) Do(req *http.Request) (*http.Response, error) {
 // guarded puts stint between the tiers: defaults everywhere, and a deadline at
 // the edge. One set of metrics serves all tiers: labels tell them apart.
 type guarded struct {
+	config    stint.Config // of every caller; zero: the defaults
 	metrics   *stint.Metrics
 	debugEcho func(*http.Request) bool // of every tier
 	halves    *[len(tiers)]halves
@@ -92,12 +93,12 @@ func newGuarded() (guarded, error) {
 }
 
 func (g guarded) caller(peer string) (caller, error) {
-	transport, err := stint.NewTransport(stint.Config{
-		// By default a peer is called by its host and port. The ports here are
-		// new each time, and metrics read better with names.
-		Peer:    func(*http.Request) string { return peer },
-		Metrics: g.metrics,
-	})
+	config := g.config
+	// By default a peer is called by its host and port. The ports here are new each
+	// time, and metrics read better with names.
+	config.Peer = func(*http.Request) string { return peer }
+	config.Metrics = g.metrics
+	transport, err := stint.NewTransport(config)
 	if err != nil {
 		return nil, err
 	}

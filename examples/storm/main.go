@@ -5,6 +5,7 @@
 //
 //	go run ./examples/storm
 //	go run ./examples/storm -fault stall
+//	go run ./examples/storm -fault stall -throttle -headroom 1.1 -after 50s
 //	go run ./examples/storm -serve
 //
 // It prints a table, writes the curves of both runs to storm.html, and exits
@@ -30,9 +31,6 @@ import (
 	"github.com/stinthttp/stint"
 )
 
-// headroom is what the database can take, as a multiple of what users ask.
-const headroom = 2.5
-
 // serveRPS is the light load under which -serve keeps the chain.
 const serveRPS = 10
 
@@ -42,6 +40,8 @@ type config struct {
 	warm, hold, after time.Duration
 	out               string
 	serve             bool
+	headroom          float64 // what the database can take, as a multiple of what users ask
+	throttle          bool    // compare stint with and without Throttle
 	addr              string
 }
 
@@ -87,6 +87,8 @@ func parse(args []string) (config, error) {
 	flags.DurationVar(&c.hold, "hold", 5*time.Second, "how long the fault lasts")
 	flags.DurationVar(&c.after, "after", 6*time.Second, "how long to watch the recovery")
 	flags.StringVar(&c.out, "out", "storm.html", "where to write the chart")
+	flags.BoolVar(&c.throttle, "throttle", false, "compare stint, with its defaults, to stint with Config.Throttle")
+	flags.Float64Var(&c.headroom, "headroom", 2.5, "what the database can take, as a multiple of -rps, 1.05 to 10")
 	flags.BoolVar(&c.serve, "serve", false, "afterwards keep the chain with stint up, with /metrics, until Ctrl-C")
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "the edge's address under -serve, on the loopback interface")
 	if err := flags.Parse(args); err != nil {
@@ -101,6 +103,9 @@ func parse(args []string) (config, error) {
 	}
 	if c.rps < 10 || c.rps > 500 {
 		return bad("-rps %d: must be 10 to 500", c.rps)
+	}
+	if !(c.headroom >= 1.05 && c.headroom <= 10) {
+		return bad("-headroom %v: must be 1.05 to 10", c.headroom)
 	}
 	for _, d := range []struct {
 		name string
@@ -133,15 +138,7 @@ func run(ctx context.Context, c config, out io.Writer) error {
 
 	var failed error
 	if c.fault != faultNone {
-		plain, err := storm(ctx, c, "unguarded", unguarded{}, out)
-		if err != nil {
-			return err
-		}
-		g, err := newGuarded()
-		if err != nil {
-			return err
-		}
-		stinted, err := storm(ctx, c, "with stint", g, out)
+		plain, stinted, err := both(ctx, c, out)
 		if err != nil {
 			return err
 		}
@@ -161,10 +158,41 @@ func run(ctx context.Context, c config, out io.Writer) error {
 	return failed
 }
 
+// both makes the two runs that are compared.
+func both(ctx context.Context, c config, out io.Writer) (first, second summary, err error) {
+	g, err := newGuarded()
+	if err != nil {
+		return first, second, err
+	}
+	if !c.throttle {
+		if first, err = storm(ctx, c, nameUnguarded, unguarded{}, out); err != nil {
+			return first, second, err
+		}
+		second, err = storm(ctx, c, nameStint, g, out)
+		return first, second, err
+	}
+	if first, err = storm(ctx, c, nameStint, g, out); err != nil {
+		return first, second, err
+	}
+	if g, err = newGuarded(); err != nil {
+		return first, second, err
+	}
+	g.config.Throttle = true
+	second, err = storm(ctx, c, nameThrottle, g, out)
+	return first, second, err
+}
+
+// The names of runs.
+const (
+	nameUnguarded = "unguarded"
+	nameStint     = "with stint"
+	nameThrottle  = "with Throttle"
+)
+
 // storm makes one run: a chain, its users, and the fault in the middle.
 func storm(ctx context.Context, c config, name string, g guard, out io.Writer) (summary, error) {
 	rec := newRecord()
-	chain, err := startChain(chainConfig{guard: g, capacity: headroom * float64(c.rps), record: rec})
+	chain, err := startChain(chainConfig{guard: g, capacity: c.headroom * float64(c.rps), record: rec})
 	if err != nil {
 		return summary{}, err
 	}
@@ -236,7 +264,7 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 	hop := &switchedHop{guarded: g}
 	chain, err := startChain(chainConfig{
 		guard:    hop,
-		capacity: headroom * float64(c.rps),
+		capacity: c.headroom * float64(c.rps),
 		edge:     edge,
 		outside: func(d *database, edge http.Handler) http.Handler {
 			mux := http.NewServeMux()
