@@ -5,6 +5,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/stinthttp/stint/internal/idemkey"
 )
 
 type (
@@ -78,7 +80,7 @@ func (o *Override) validate() error {
 	var errs configErrors
 	errs.check(o.MaxAttempts >= 0, "Override.MaxAttempts", o.MaxAttempts, "must be at least 1, or 0 to inherit")
 	errs.check(o.Reserve == 0 || validReserve(o.Reserve), "Override.Reserve", o.Reserve, reserveRange+", or 0 to inherit")
-	errs.check(o.IdempotencyKey == "" || validKey(o.IdempotencyKey), "Override.IdempotencyKey", redacted(o.IdempotencyKey), "must be 1 to 255 visible ASCII characters")
+	errs.check(o.IdempotencyKey == "" || idemkey.Valid(o.IdempotencyKey), "Override.IdempotencyKey", redacted(o.IdempotencyKey), "must be 1 to 255 visible ASCII characters")
 	errs.check(o.Keys.valid(), "Override.Keys", o.Keys, "is not a KeyPolicy")
 	return errs.first()
 }

@@ -5,7 +5,9 @@
 //
 //	go run ./examples/storm
 //	go run ./examples/storm -fault stall
-//	go run ./examples/storm -fault stall -throttle -headroom 1.1 -after 50s
+//	go run ./examples/storm -fault stall -limit
+//	go run ./examples/storm -clients 100
+//	go run ./examples/storm -fault stall -throttle -headroom 1.1 -after 45s
 //	go run ./examples/storm -serve
 //
 // It prints a table, writes the curves of both runs to storm.html, and exits
@@ -40,9 +42,47 @@ type config struct {
 	warm, hold, after time.Duration
 	out               string
 	serve             bool
-	headroom          float64 // what the database can take, as a multiple of what users ask
-	throttle          bool    // compare stint with and without Throttle
 	addr              string
+	clients           int
+	limit             bool
+	throttle          bool
+	headroom          float64 // what the database can take, as a multiple of what users ask
+}
+
+// serverSide reports whether the runs to compare are two with stint, without and
+// with what the database does for itself.
+func (c config) serverSide() bool { return c.limit || c.clients > 1 }
+
+// bothStint reports whether the runs to compare are two with stint.
+func (c config) bothStint() bool { return c.serverSide() || c.throttle }
+
+const unguardedName = "unguarded"
+
+// guards returns the two ways to run, the second of which makes the promise.
+func (c config) guards() (names [2]string, guards [2]guard, err error) {
+	g, err := newGuarded()
+	if err != nil {
+		return names, guards, err
+	}
+	g.clients = c.clients
+	with := g
+	with.limited, with.capped = c.limit, c.clients > 1
+	with.config.Throttle = c.throttle
+	if !c.bothStint() {
+		return [2]string{unguardedName, "with stint"}, [2]guard{unguarded{}, with}, nil
+	}
+	name := "with Limit"
+	switch {
+	case c.throttle && c.serverSide():
+		name = "with all"
+	case c.throttle:
+		name = "with Throttle"
+	case c.limit && c.clients > 1:
+		name = "with both"
+	case c.clients > 1:
+		name = "with a cap"
+	}
+	return [2]string{"with stint", name}, [2]guard{g, with}, nil
 }
 
 func main() {
@@ -87,10 +127,12 @@ func parse(args []string) (config, error) {
 	flags.DurationVar(&c.hold, "hold", 5*time.Second, "how long the fault lasts")
 	flags.DurationVar(&c.after, "after", 6*time.Second, "how long to watch the recovery")
 	flags.StringVar(&c.out, "out", "storm.html", "where to write the chart")
-	flags.BoolVar(&c.throttle, "throttle", false, "compare stint, with its defaults, to stint with Config.Throttle")
-	flags.Float64Var(&c.headroom, "headroom", 2.5, "what the database can take, as a multiple of -rps, 1.05 to 10")
 	flags.BoolVar(&c.serve, "serve", false, "afterwards keep the chain with stint up, with /metrics, until Ctrl-C")
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "the edge's address under -serve, on the loopback interface")
+	flags.BoolVar(&c.throttle, "throttle", false, "compare stint without and with Config.Throttle; see it in a stall, with -headroom 1.1 -after 45s")
+	flags.Float64Var(&c.headroom, "headroom", 2.5, "what the database can take, as a multiple of -rps, 1.05 to 10")
+	flags.BoolVar(&c.limit, "limit", false, "compare stint without and with a Limit at the database; see it in a stall")
+	flags.IntVar(&c.clients, "clients", 1, "how many callers of the database the requests are spread over, 1 to 500; above 1,\ncompare stint without and with a RetryBudget at the database; see it in an outage")
 	if err := flags.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return config{}, err
@@ -103,6 +145,9 @@ func parse(args []string) (config, error) {
 	}
 	if c.rps < 10 || c.rps > 500 {
 		return bad("-rps %d: must be 10 to 500", c.rps)
+	}
+	if c.clients < 1 || c.clients > 500 {
+		return bad("-clients %d: must be 1 to 500", c.clients)
 	}
 	if !(c.headroom >= 1.05 && c.headroom <= 10) {
 		return bad("-headroom %v: must be 1.05 to 10", c.headroom)
@@ -138,7 +183,15 @@ func run(ctx context.Context, c config, out io.Writer) error {
 
 	var failed error
 	if c.fault != faultNone {
-		plain, stinted, err := both(ctx, c, out)
+		names, guards, err := c.guards()
+		if err != nil {
+			return err
+		}
+		plain, err := storm(ctx, c, names[0], guards[0], out)
+		if err != nil {
+			return err
+		}
+		stinted, err := storm(ctx, c, names[1], guards[1], out)
 		if err != nil {
 			return err
 		}
@@ -158,41 +211,10 @@ func run(ctx context.Context, c config, out io.Writer) error {
 	return failed
 }
 
-// both makes the two runs that are compared.
-func both(ctx context.Context, c config, out io.Writer) (first, second summary, err error) {
-	g, err := newGuarded()
-	if err != nil {
-		return first, second, err
-	}
-	if !c.throttle {
-		if first, err = storm(ctx, c, nameUnguarded, unguarded{}, out); err != nil {
-			return first, second, err
-		}
-		second, err = storm(ctx, c, nameStint, g, out)
-		return first, second, err
-	}
-	if first, err = storm(ctx, c, nameStint, g, out); err != nil {
-		return first, second, err
-	}
-	if g, err = newGuarded(); err != nil {
-		return first, second, err
-	}
-	g.config.Throttle = true
-	second, err = storm(ctx, c, nameThrottle, g, out)
-	return first, second, err
-}
-
-// The names of runs.
-const (
-	nameUnguarded = "unguarded"
-	nameStint     = "with stint"
-	nameThrottle  = "with Throttle"
-)
-
 // storm makes one run: a chain, its users, and the fault in the middle.
 func storm(ctx context.Context, c config, name string, g guard, out io.Writer) (summary, error) {
 	rec := newRecord()
-	chain, err := startChain(chainConfig{guard: g, capacity: c.headroom * float64(c.rps), record: rec})
+	chain, err := startChain(chainConfig{guard: g, capacity: c.headroom * float64(c.rps), record: rec, inside: c.serverSide()})
 	if err != nil {
 		return summary{}, err
 	}
@@ -255,6 +277,7 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 	if err != nil {
 		return err
 	}
+	g.clients, g.limited, g.capped = c.clients, c.limit, c.clients > 1
 	registry := prometheus.NewRegistry()
 	if err := registry.Register(g.metrics); err != nil {
 		return err
