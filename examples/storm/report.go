@@ -138,7 +138,7 @@ func (r *report) checks() []check {
 	if r.c.fault == faultOutage {
 		plain, stinted := r.plain.amplification[bottom], r.stinted.amplification[bottom]
 		most := 1 + float64(perSecond)/float64(r.c.rps)
-		if !r.c.serverSide() {
+		if !r.c.bothStint() {
 			add(plain >= plainLeast, "unguarded: %.2f attempts at the database per user request in the outage (expected 27, at least %d)", plain, plainLeast)
 			if checks[0].verdict == broken && r.late() > busyFrom {
 				checks[0].verdict = unclear // this one is no promise of ours
@@ -212,8 +212,13 @@ func (r *report) page() pageData {
 	}
 	how := "Unguarded, each service makes up to three attempts; with stint, retries have a budget, a deadline and one layer."
 	gets := "Requests that arrive at the database in each second, first attempts and retries."
-	if r.c.serverSide() {
+	if r.c.bothStint() {
 		how = "Both runs are with stint."
+	}
+	if r.c.throttle {
+		how += " With Throttle, first attempts are held back as well while most of them fail."
+	}
+	if r.c.serverSide() {
 		if r.c.clients > 1 {
 			how += fmt.Sprintf(" The ledger is %d callers of the database, each with a budget of its own; with a cap, the database holds the retries of all to one.", r.c.clients)
 		}

@@ -24,7 +24,8 @@ func TestStorm(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "storm.html")
 	var out bytes.Buffer
 	c := config{
-		fault: faultOutage, rps: 50, out: path,
+		headroom: 2.5,
+		fault:    faultOutage, rps: 50, out: path,
 		warm: time.Second, hold: 1300 * time.Millisecond, after: time.Second,
 	}
 	plain, err := storm(t.Context(), c, "unguarded", unguarded{}, &out)
@@ -305,7 +306,7 @@ func TestRecovery(t *testing.T) {
 
 func TestParse(t *testing.T) {
 	for _, bad := range []string{
-		"-fault fire", "-fault none", "-rps 0", "-rps 501", "-clients 0", "-clients 501", "-hold 0s", "-after 2m", "-addr :8080", "-addr 192.0.2.1:80", "-addr nonsense", "now",
+		"-fault fire", "-fault none", "-headroom 1", "-headroom NaN", "-rps 0", "-rps 501", "-clients 0", "-clients 501", "-hold 0s", "-after 2m", "-addr :8080", "-addr 192.0.2.1:80", "-addr nonsense", "now",
 	} {
 		_, err := parse(strings.Fields(bad))
 		if !errors.As(err, new(usageError)) {
@@ -321,8 +322,59 @@ func TestParse(t *testing.T) {
 func TestInterrupted(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	c := config{fault: faultOutage, rps: 10, warm: time.Minute, hold: time.Minute, after: time.Minute}
+	c := config{headroom: 2.5, fault: faultOutage, rps: 10, warm: time.Minute, hold: time.Minute, after: time.Minute}
 	if _, err := storm(ctx, c, "unguarded", unguarded{}, io.Discard); err == nil {
 		t.Error("an interrupted run has a result")
+	}
+}
+
+// TestThrottle compares stint with itself: the database gets less of the outage.
+func TestThrottle(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes ten seconds")
+	}
+	c := config{
+		headroom: 2.5, throttle: true,
+		fault: faultOutage, rps: 50, out: filepath.Join(t.TempDir(), "storm.html"),
+		warm: time.Second, hold: 3 * time.Second, after: time.Second,
+	}
+	names, guards, err := c.guards()
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain, err := storm(t.Context(), c, names[0], guards[0], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	throttled, err := storm(t.Context(), c, names[1], guards[1], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := newReport(c, plain, throttled)
+	t.Logf("\n%s", r.table())
+	if plain.name != "with stint" || throttled.name != "with Throttle" {
+		t.Errorf("the runs are %q and %q", plain.name, throttled.name)
+	}
+	if p, s := plain.amplification[bottom], throttled.amplification[bottom]; s >= p || s > 0.9 {
+		t.Errorf("%.2f attempts at the database per user request with Throttle, %.2f without, want fewer", s, p)
+	}
+	var out bytes.Buffer
+	if err := r.printChecks(&out); err != nil || strings.Contains(out.String(), "unguarded") {
+		t.Errorf("%v\n%s", err, &out)
+	}
+	if err := r.writeHTML(c.out); err != nil {
+		t.Fatal(err)
+	}
+	html, err := os.ReadFile(c.out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"with stint", "with Throttle", "held back as well"} {
+		if !strings.Contains(string(html), want) {
+			t.Errorf("no %q on the page", want)
+		}
+	}
+	if strings.Contains(string(html), "nguarded") {
+		t.Error("the page speaks of a chain that did not run")
 	}
 }
