@@ -142,6 +142,12 @@ func TestS24_RetryBudgetOfAHundredClients(t *testing.T) {
 				if told > refused || told < refused*9/10 {
 					t.Errorf("%d requests were told to stop, of %d that were refused", told, refused)
 				}
+				if tl.name == "down" || tl.name == "resetting" {
+					// Failures are no credit: what is left is the floor.
+					if n := between(log.retries, from+12*time.Second, to); n > 9 {
+						t.Errorf("%d retries get to the handler in the last %v of the outage, want the floor", n, to-from-12*time.Second)
+					}
+				}
 				if share, _ := log.succeeded(to+time.Second, lasts); share != 1 {
 					t.Errorf("afterwards %.3f of the requests succeed, want all", share)
 				}
