@@ -28,9 +28,9 @@ type result struct {
 // final reports whether nothing is left to decide.
 func (r *result) final() bool { return r.verdict == done || r.verdict == terminal }
 
-// An attempt is one pass of a request to the base. The first lies in its call, so
-// that a request that succeeds at once costs one allocation for both; a retry has
-// its own, since the base may still be reading what it was given before.
+// An attempt is one pass of a request to the base. It has an allocation of its own,
+// since the base may still be reading what it was given when RoundTrip is over; the
+// call stays on the stack.
 type attempt struct {
 	number int // from 1
 	sent   time.Time
@@ -41,6 +41,8 @@ type attempt struct {
 	lines  [8]string
 	upload *upload       // nil: nothing to watch
 	unsent io.ReadCloser // a body that the base does not have yet
+
+	route *route // nil: there is no Config.Elsewhere
 
 	cancel context.CancelCauseFunc // nil: req has the request's own context
 	timer  *time.Timer             // for AttemptTimeout; nil: none
@@ -63,17 +65,20 @@ func (c *call) send(body io.ReadCloser) result {
 	}
 	a.unsent = nil
 	c.seen = time.Time{}
-	resp, err := c.t.base.RoundTrip(&a.req)
+	base := c.t.base
+	if a.number > 1 && c.t.fresh != nil {
+		base = c.t.fresh
+	}
+	resp, err := base.RoundTrip(&a.req)
 	a.disarm()
 	return c.conclude(a, resp, err)
 }
 
 // prepare makes the next attempt ready to go, and counts it.
 func (c *call) prepare(body io.ReadCloser) *attempt {
-	a := &c.first
-	a.sent = c.start
+	a, failed := &attempt{sent: c.start}, c.last.host()
 	if c.attempts > 0 {
-		a = &attempt{sent: time.Now()}
+		a.sent = time.Now()
 	}
 	c.attempts++
 	a.number = c.attempts
@@ -114,6 +119,9 @@ func (c *call) prepare(body io.ReadCloser) *attempt {
 		c.peer.budget.request(a.sent)
 	}
 	c.peer.metrics.sent(a.sent, a.number)
+	if c.t.cfg.Elsewhere != nil {
+		c.reroute(a, failed)
+	}
 	return a
 }
 
@@ -190,6 +198,9 @@ func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 		r.err = errResends // net/http says context.Canceled
 	}
 	c.inHand = r.resp
+	if a.route != nil {
+		c.unroute(&r)
+	}
 	if p := c.probe(); p != nil && r.resp != nil {
 		c.collect(p, r.resp)
 	}
@@ -202,7 +213,7 @@ func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 		c.peer.metrics.resent(resends)
 	}
 	c.judge(&r, ended)
-	c.learn(&r, ended, ended.Sub(a.sent))
+	c.learn(a, &r, ended)
 	if c.t.cfg.Hook != nil {
 		c.emit(Event{Kind: EventAttemptDone, Remaining: c.remaining(ended), Took: ended.Sub(a.sent), Status: r.status(), Err: r.err})
 	}
@@ -354,7 +365,7 @@ func (c *call) judge(r *result, now time.Time) {
 	case left == context.Canceled:
 		r.verdict, r.reason = terminal, ReasonCanceled
 		if !errors.Is(r.err, left) && !errors.Is(r.err, context.Cause(c.ctx)) {
-			r.err = c.error(ReasonCanceled, join(contextError(c.ctx), r.err))
+			r.err = c.error(ReasonCanceled, canceled(contextError(c.ctx), r.err))
 		}
 	case left != nil, late:
 		r.verdict, r.reason = terminal, ReasonDeadline
@@ -375,14 +386,23 @@ func (c *call) judge(r *result, now time.Time) {
 // timer that was early.
 const minSkew = 10 * time.Millisecond
 
-// learn tells the budget, the histogram and nobody else what the attempt showed.
-func (c *call) learn(r *result, now time.Time, took time.Duration) {
+// learn tells the budget, the histogram, Throttle and Elsewhere, and nobody else,
+// what the attempt showed.
+func (c *call) learn(a *attempt, r *result, now time.Time) {
 	if r.barred {
 		return
 	}
+	took := now.Sub(a.sent)
 	c.latency.ended(now, r.cut)
 	well := r.verdict == done && r.resp != nil && !c.t.failure(r.resp.StatusCode)
-	c.peer.throttle.learn(now, r, well)
+	// Else the caller has gone, or its request is at fault.
+	failed := !well && (r.verdict != terminal || r.reason == ReasonDeadline)
+	if failed {
+		c.peer.throttle.failure(now)
+	}
+	if well || failed {
+		a.report(well)
+	}
 	switch {
 	case well:
 		c.peer.budget.success(now)

@@ -278,7 +278,8 @@ func (c *closeOnce) Close() error {
 // request: they end with it, and not before.
 type boundBody struct {
 	io.ReadCloser
-	release func() // idempotent
+	last        *attempt
+	cancelBound context.CancelFunc // nil: no context was derived for the deadline
 }
 
 func (b *boundBody) Read(p []byte) (int, error) {
@@ -293,4 +294,11 @@ func (b *boundBody) Close() error {
 	err := b.ReadCloser.Close()
 	b.release()
 	return err
+}
+
+func (b *boundBody) release() {
+	b.last.release()
+	if b.cancelBound != nil {
+		b.cancelBound()
+	}
 }

@@ -5,6 +5,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/stinthttp/stint/internal/idemkey"
 )
 
 type (
@@ -44,13 +46,13 @@ type Outcome struct {
 // compose: a zero field of o keeps what an outer Override says.
 func WithOverride(ctx context.Context, o Override) context.Context {
 	if outer, ok := ctx.Value(overrideKey{}).(*Override); ok {
-		o = o.inherit(*outer)
+		o.inherit(outer)
 	}
 	return context.WithValue(ctx, overrideKey{}, &o)
 }
 
 // inherit fills in the zero fields of o.
-func (o Override) inherit(outer Override) Override {
+func (o *Override) inherit(outer *Override) {
 	if o.MaxAttempts == 0 {
 		o.MaxAttempts = outer.MaxAttempts
 	}
@@ -69,14 +71,13 @@ func (o Override) inherit(outer Override) Override {
 	if o.Outcome == nil {
 		o.Outcome = outer.Outcome
 	}
-	return o
 }
 
 func (o *Override) validate() error {
 	var errs configErrors
 	errs.check(o.MaxAttempts >= 0, "Override.MaxAttempts", o.MaxAttempts, "must be at least 1, or 0 to inherit")
 	errs.check(o.Reserve == 0 || validReserve(o.Reserve), "Override.Reserve", o.Reserve, reserveRange+", or 0 to inherit")
-	errs.check(o.IdempotencyKey == "" || validKey(o.IdempotencyKey), "Override.IdempotencyKey", redacted(o.IdempotencyKey), "must be 1 to 255 visible ASCII characters")
+	errs.check(o.IdempotencyKey == "" || idemkey.Valid(o.IdempotencyKey), "Override.IdempotencyKey", redacted(o.IdempotencyKey), "must be 1 to 255 visible ASCII characters")
 	errs.check(o.Keys.valid(), "Override.Keys", o.Keys, "is not a KeyPolicy")
 	return errs.first()
 }

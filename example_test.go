@@ -342,7 +342,7 @@ func ExampleConfig_hook() {
 	late.Header.Set(stint.HeaderDeadline, "1") // a millisecond into 1970
 	middleware.Handler(http.NotFoundHandler()).ServeHTTP(httptest.NewRecorder(), late)
 	// Output:
-	// level=INFO msg=retry name=ledger:80 attempt=1 reason="" status=0 err=<nil>
+	// level=INFO msg=retry name=ledger:80 attempt=1 reason="" status=503 err=<nil>
 	// level=WARN msg=refused name=ledger:80 attempt=2 reason=attempts status=503 err=<nil>
 	// level=WARN msg=expired name=orders attempt=0 reason=expired status=0 err=<nil>
 }
@@ -432,6 +432,49 @@ func ExampleError() {
 	// deadline: true
 	// timeout: true
 	// ledger:80, attempts: 1, reason: deadline
+}
+
+// One peer with two hosts behind it, one of which is down: the retry goes to the
+// other, and so do the requests after it.
+func ExampleNewHosts() {
+	hosts, err := stint.NewHosts("ledger", "10.0.0.1:8080", "10.0.0.2:8080")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	failed := 0
+	transport, err := stint.NewTransport(stint.Config{
+		Elsewhere: hosts.Pick,
+		Backoff:   quick,
+		Base: peer(func(r *http.Request) (*http.Response, error) {
+			if r.URL.Host == "10.0.0.1:8080" {
+				failed++
+				return answers(http.StatusServiceUnavailable)(r)
+			}
+			return answers(http.StatusOK)(r)
+		}),
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	client := &http.Client{Transport: transport}
+	ok := 0
+	for range 100 {
+		resp, err := client.Get("http://ledger/balance")
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		resp.Body.Close()
+		if resp.StatusCode == http.StatusOK {
+			ok++
+		}
+	}
+	fmt.Println(ok, "of 100 succeed, attempts at the bad host:", failed)
+
+	// Output:
+	// 100 of 100 succeed, attempts at the bad host: 1
 }
 
 // A handler that can do one thing at a time. One request waits for it; the next

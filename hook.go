@@ -40,7 +40,7 @@ type EventKind string
 const (
 	EventAttemptSent EventKind = "attempt_sent" // Peer, DeadlineMS, Remaining, Attempt
 	EventAttemptDone EventKind = "attempt_done" // and Took, Status or Err
-	EventRetry       EventKind = "retry"        // Wait; Attempt: the one that failed
+	EventRetry       EventKind = "retry"        // Wait; Attempt, and Status or Err: the one that failed
 	EventRefused     EventKind = "refused"      // Reason: why no (further) attempt is made
 	EventDone        EventKind = "done"         // Attempt: how many were sent; Took: all of it; Status or Err
 )
@@ -70,6 +70,7 @@ type Event struct {
 	Kind       EventKind
 	Reason     Reason        // EventRefused, EventDone: see Reason
 	Peer       string        // client side: the budget's key
+	Host       string        // client side, with Config.Elsewhere: where the latest attempt goes, or went
 	Service    string        // server side: MiddlewareConfig.Service
 	DeadlineMS int64         // the deadline in force, Unix milliseconds; client side: as sent, after the reserve; 0: none
 	Remaining  time.Duration // until our own deadline, before the reserve; negative once it has passed; 0 without one

@@ -16,6 +16,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/felixge/httpsnoop"
+
+	"github.com/stinthttp/stint/internal/idemkey"
 )
 
 // DefaultMaxTimeout is what MiddlewareConfig.MaxTimeout is when it is zero.
@@ -174,8 +176,8 @@ type MiddlewareConfig struct {
 	// pre-order, one for each attempt that was answered, at most 16. Transports
 	// ask the services that the handler calls with the value "hop", as far as
 	// they are not foreign. Where those allow it as well, they keep their answer
-	// and add the header X-Debug-Deadline with their part of the list, at most
-	// 4 KiB of it. A call that ends after the answer has begun is not in it.
+	// and add the header X-Debug-Deadline with their part of the list, as
+	// much of it as fits into an answer's header of 3.5 KiB. A call that ends after the answer has begun is not in it.
 	// Others appear as what their caller saw of them.
 	//
 	// Requests to switch protocols are not probed with 1, and neither are
@@ -234,6 +236,9 @@ type Middleware struct {
 	// all of them had done so on arrival.
 	expiries ring[expiry]
 	tooLate  atomic.Uint64
+	// timeLeft is what the latest requests with a usable header had left on
+	// arrival; nil until there is a DebugHandler to show it.
+	timeLeft atomic.Pointer[histogram]
 	// wall maps a reading of time.Now to what the wall clock shows at that
 	// moment; nil is the identity. Tests skew and step the clock with it.
 	wall func(time.Time) time.Time
@@ -486,6 +491,9 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 
 	x.retries = retryCount(&header)
 	m.metrics.arrived(x, now, state, x.remaining(now), x.retries > 0)
+	if h := m.timeLeft.Load(); h != nil && state.usable() {
+		h.record(now, max(0, x.remaining(now)))
+	}
 	expired := x.expired(now)
 	switch {
 	case m.cfg.ReportOnly:
@@ -1027,10 +1035,8 @@ func retryCount(h *scannedHeader) int {
 	return int(min(n, maxRetryCount))
 }
 
-// keyOfRequest returns the request's idempotency key. The draft standard writes
-// it as a quoted string (RFC 8941, section 3.3.3), most clients as a bare word:
-// both are the same key. Of two lines neither is believed, they could be of two
-// operations.
+// keyOfRequest returns the request's idempotency key. Of two lines neither is
+// believed, they could be of two operations.
 func keyOfRequest(h *scannedHeader) string {
 	if !h.key {
 		return ""
@@ -1045,41 +1051,6 @@ func keyOfRequest(h *scannedHeader) string {
 	} else {
 		key = others[0]
 	}
-	key = strings.Trim(key, " \t")
-	if strings.HasPrefix(key, `"`) {
-		var ok bool
-		if key, ok = unquote(key); !ok {
-			return ""
-		}
-	}
-	if key == "" || !validKey(key) {
-		return ""
-	}
+	key, _ = idemkey.Parse(key)
 	return key
-}
-
-// unquote undoes the quoting of an RFC 8941 string, in which a backslash stands
-// before a quote or another backslash and nothing else.
-func unquote(s string) (string, bool) {
-	if len(s) < 2 || s[len(s)-1] != '"' {
-		return "", false
-	}
-	s = s[1 : len(s)-1]
-	if !strings.ContainsAny(s, `"\`) {
-		return s, true
-	}
-	b := make([]byte, 0, len(s))
-	for i := 0; i < len(s); i++ {
-		switch {
-		case s[i] == '"':
-			return "", false
-		case s[i] == '\\':
-			i++
-			if i == len(s) || s[i] != '"' && s[i] != '\\' {
-				return "", false
-			}
-		}
-		b = append(b, s[i])
-	}
-	return string(b), true
 }

@@ -332,6 +332,9 @@ func TestReadmeMetrics(t *testing.T) {
 
 	// Each name in a query exists.
 	for _, m := range regexp.MustCompile(`\b(stint|retry_\w+|deadline|http_client|http_server)_\w+`).FindAllString(readme(t), -1) {
+		if strings.HasPrefix(m, "stint_replay_") {
+			continue // package replay has a test of its own
+		}
 		if types[m] == "" && m != "deadline_headers" && m != "deadline_ms" { // of a file, and of a probe
 			t.Errorf("README.md mentions %s, which is no metric", m)
 		}
@@ -364,20 +367,23 @@ func TestReadmeTestNames(t *testing.T) {
 // its program has.
 func TestReadmeCommands(t *testing.T) {
 	n := 0
-	for _, m := range regexp.MustCompile(`\bgo (run|test) ([^\n`+"`"+`|]+)`).FindAllStringSubmatch(readme(t), -1) {
+	for _, m := range regexp.MustCompile(`(?:cd (\S+) && )?\bgo (run|test) ([^\n`+"`"+`|]+)`).FindAllStringSubmatch(readme(t), -1) {
 		n++
-		words := strings.Fields(m[2])
+		if m[1] == "stint" {
+			m[1] = "" // the clone itself
+		}
+		words := strings.Fields(m[3])
 		i := slices.IndexFunc(words, func(w string) bool { return strings.HasPrefix(w, ".") })
 		if i < 0 {
 			t.Errorf("%s: no directory", m[0])
 			continue
 		}
-		dir := strings.TrimSuffix(words[i], "...")
+		dir := filepath.Join(m[1], strings.TrimSuffix(words[i], "..."))
 		if s, err := os.Stat(dir); err != nil || !s.IsDir() {
 			t.Errorf("%s: no directory %s", m[0], dir)
 			continue
 		}
-		if m[1] == "test" {
+		if m[2] == "test" {
 			continue
 		}
 		source, err := os.ReadFile(filepath.Join(dir, "main.go"))
@@ -436,6 +442,7 @@ var packages = map[string]string{
 	"bytes": "bytes", "context": "context", "errors": "errors", "fmt": "fmt", "io": "io", "log": "log",
 	"http": "net/http", "strings": "strings", "time": "time", "stint": "github.com/stinthttp/stint",
 	"prometheus": "github.com/prometheus/client_golang/prometheus",
+	"replay":     "github.com/stinthttp/stint/replay",
 	"httptest":   "net/http/httptest", "httputil": "net/http/httputil", "testing": "testing", "url": "net/url",
 }
 

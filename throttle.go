@@ -64,28 +64,21 @@ func (t *throttle) holds(now time.Time, jitter func() float64) bool {
 	return true
 }
 
-// learn counts an attempt that failed, if the peer is why. Those that succeed are
-// in the budget.
-func (t *throttle) learn(now time.Time, r *result, answered bool) {
-	if t == nil {
-		return
-	}
-	switch {
-	case answered: // well
-	case r.verdict == terminal && r.reason != ReasonDeadline:
-		// The caller has gone, or its request is at fault.
-	default:
+// failure counts an attempt that failed because of the peer. Those that succeed
+// are in the budget.
+func (t *throttle) failure(now time.Time) {
+	if t != nil {
 		t.failures.add(t.budget.epoch(now))
 	}
 }
 
 var errThrottled = errors.New("held back on the client's side by Config.Throttle, as the peer fails more than half of what it gets")
 
-// throttled reports whether the request is held back, with what its caller gets.
-func (c *call) throttled() (result, bool) {
+// throttled returns what the caller gets where the request is held back, else nil.
+func (c *call) throttled() error {
 	if !c.peer.throttle.holds(c.start, c.t.jitter) {
-		return result{}, false
+		return nil
 	}
 	closeBody(c.req)
-	return result{verdict: terminal, err: c.error(ReasonThrottle, errThrottled)}, true
+	return c.error(ReasonThrottle, errThrottled)
 }

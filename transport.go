@@ -75,6 +75,27 @@ type Config struct {
 	// circuit breaker in Base is.
 	RetryError func(error) bool
 
+	// Elsewhere chooses the host of each attempt: it may set Host in the URL of
+	// out, which is the attempt's own copy of the request, and may change Scheme,
+	// Path and out.Host as well. failed is the host in the URL of the attempt that
+	// has just failed, "" for the first. The peer, and with it the budget, stays
+	// that of the caller's request, whose Host header is sent; so does the URL that
+	// the answer's Request shows. A host in the list has to be in the fleet: it gets
+	// deadline and key.
+	//
+	// done may be nil. It is called when the attempt has ended, with whether it
+	// ended well, but not where the caller has left or its request is at fault.
+	// Both are called inline. [Hosts] is a ready one. nil: attempts go to the host
+	// that the caller names.
+	Elsewhere func(out *http.Request, failed string) (done func(ok bool))
+
+	// FreshConn makes each retry on a connection of its own, which is closed
+	// afterwards: where one name, such as that of a Kubernetes Service, stands for
+	// several hosts and the connection decides which, a kept-alive one leads to the
+	// host that has just failed. Base has to be nil or an *http.Transport, which is
+	// cloned for that. Default: false.
+	FreshConn bool
+
 	// Peer names the peer that a request goes to, which is the key of budget,
 	// histogram and metrics. nil: host and port of the URL, in lower case and
 	// with the port always spelled out.
@@ -145,6 +166,8 @@ func (c Config) check() error {
 	errs.check(c.AttemptTimeout >= 0, "Config.AttemptTimeout", c.AttemptTimeout, "must not be negative")
 	errs.check(c.MaxAttempts >= 1, "Config.MaxAttempts", c.MaxAttempts, "must be at least 1, or 0 for the default")
 	errs.check(validReserve(c.Reserve), "Config.Reserve", c.Reserve, reserveRange+", or 0 for the default")
+	_, std := c.Base.(*http.Transport)
+	errs.check(std || !c.FreshConn, "Config.FreshConn", c.FreshConn, "needs a Base that is nil or an *http.Transport")
 	errs.check(c.MaxPeers >= 1, "Config.MaxPeers", c.MaxPeers, "must be at least 1, or 0 for the default")
 	errs.check(c.Keys.valid(), "Config.Keys", c.Keys, "is not a KeyPolicy")
 	c.Budget.check(&errs, "Config.Budget")
@@ -167,8 +190,10 @@ func (c Config) check() error {
 // share it: the budget is per Transport. The zero Transport fails every request.
 type Transport struct {
 	base  http.RoundTripper
-	std   bool // base is net/http's own, whose resends we know
+	fresh http.RoundTripper // for retries; nil: base
+	std   bool              // base is net/http's own, whose resends we know
 	cfg   Config
+	opts  Override // what cfg says of what an Override can change
 	peers *peers
 
 	jitter func() float64                // uniform in [0, 1)
@@ -183,7 +208,13 @@ func NewTransport(c Config) (*Transport, error) {
 		return nil, err
 	}
 	t := &Transport{base: c.Base, cfg: c, jitter: rand.Float64}
-	_, t.std = c.Base.(*http.Transport)
+	if base, ok := c.Base.(*http.Transport); ok {
+		t.std = true
+		if c.FreshConn {
+			t.fresh = freshConns(base)
+		}
+	}
+	t.opts = Override{MaxAttempts: c.MaxAttempts, AttemptTimeout: c.AttemptTimeout, Reserve: c.Reserve, Keys: c.Keys}
 	t.peers = newPeers(&t.cfg, time.Now())
 	return t, nil
 }
@@ -205,9 +236,8 @@ var errZeroTransport = errors.New("stint: zero Transport: use stint.NewTransport
 // waited, the error is an [*Error]. A retry that is refused after an error of the
 // base returns that error: why is in the Outcome, the hook and the metrics.
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
-	c, err := t.begin(req)
-	if err != nil {
-		closeBody(req)
+	var c call
+	if err := c.begin(t, req); err != nil {
 		return nil, err
 	}
 	defer c.end()
@@ -223,8 +253,8 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		}
 		return c.finish(result{verdict: terminal, err: c.error(reason, why)}, reason)
 	}
-	if r, held := c.throttled(); held {
-		return c.finish(r, ReasonThrottle)
+	if err := c.throttled(); err != nil {
+		return c.finish(result{verdict: terminal, err: err}, ReasonThrottle)
 	}
 	for body := req.Body; ; {
 		r := c.send(body)
@@ -238,7 +268,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		if !c.hold(&r) {
 			return c.finish(r, ReasonHeld)
 		}
-		c.emitRetry(wait)
+		c.emitRetry(&r, wait)
 		if !c.sleep(wait) {
 			return c.abandon(r)
 		}
@@ -250,6 +280,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 			}
 			return c.finish(r, ReasonNotReplayable)
 		}
+		var err error
 		if body, err = c.rewind(); err != nil {
 			return c.finish(r, ReasonNotReplayable)
 		}
