@@ -485,8 +485,7 @@ func TestS34_LimitIsGivenBack(t *testing.T) {
 	// Nor does a tunnel, once it has been answered.
 	t.Run("connected", func(t *testing.T) {
 		inside := -1
-		var m *Middleware
-		m = mwNew(t, MiddlewareConfig{Limit: LimitConfig{MaxConcurrent: 1, MaxQueue: -1}})
+		m := mwNew(t, MiddlewareConfig{Limit: LimitConfig{MaxConcurrent: 1, MaxQueue: -1}})
 		h := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(http.StatusOK)
 			inside = m.limit.inside

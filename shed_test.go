@@ -156,6 +156,30 @@ func TestS24_RetryBudgetOfAHundredClients(t *testing.T) {
 	}
 }
 
+// TestP2_ThreeHopsThatShed: the chain of P2, each hop of which also bounds what it
+// takes in.
+func TestP2_ThreeHopsThatShed(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		const from, to = 30 * time.Second, 60 * time.Second
+		outage := &timeline{name: "bottom down", phases: []phase{{lasts: from}, {lasts: to - from, fault: failing}}}
+		c := chain{server: MiddlewareConfig{Limit: LimitConfig{MaxConcurrent: 50, RetriesLast: true}, RetryBudget: &BudgetConfig{}}}
+		log := c.run(t, outage, 100, to+20*time.Second)
+		each := float64(between(log.sent, from, to)) / (100 * (to - from).Seconds())
+		n, _ := peak(log.sent)
+		t.Logf("%.3f attempts at the bottom per user request, peak %d", each, n)
+		wantUnderCeiling(t, outage, log, ceiling)
+		if each > 1.05 || each <= 1 {
+			t.Errorf("%.3f attempts at the bottom per user request, want more than 1 and at most 1.05", each)
+		}
+		for _, window := range [][2]time.Duration{{0, from}, {to + time.Second, to + 20*time.Second}} {
+			if share, _ := log.succeeded(window[0], window[1]); share != 1 {
+				t.Errorf("from %v to %v %.3f of the requests succeed, want all", window[0], window[1], share)
+			}
+		}
+	})
+}
+
 // TestS24_RetryBudgetStopsAtOnce: the answer to a retry that is beyond the share
 // takes no time, and is the last that its client sends.
 func TestS24_RetryBudgetStopsAtOnce(t *testing.T) {
