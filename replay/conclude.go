@@ -141,6 +141,9 @@ func (x *exchange) finished(a *answer, err error) ending {
 // reclaim finds out who has the key, where Finish has found that it is no longer
 // this run.
 func (x *exchange) reclaim(ctx context.Context, a *answer) ending {
+	// Not as long as a request may wait that has nothing to say.
+	ctx, cancel := context.WithTimeout(ctx, finishTime)
+	defer cancel()
 	claim, err := x.acquire(ctx)
 	switch {
 	case err != nil:

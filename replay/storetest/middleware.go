@@ -68,6 +68,7 @@ var middlewareCases = []struct {
 	{"S13_ClientLeaves", s13},
 	{"S14_TooLargeToKeep", s14},
 	{"S15_Streams", s15},
+	{"S15_Trailers", s15trailers},
 	{"S16_Upgrades", s16},
 	{"S17_HeadersNotKept", s17},
 	{"S18_HeadersFromOutside", s18},
@@ -792,6 +793,30 @@ func s15(f *fixture) {
 		f.Errorf("Content-Type: %q", ct)
 	}
 	f.runs(&n, 1)
+}
+
+// Trailers are a part of the answer as well.
+func s15trailers(f *fixture) {
+	s := f.serve(f.middleware(nil).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Trailer", "X-Sum")
+		io.WriteString(w, strings.Repeat("x", 10_000))
+		w.Header().Set("X-Sum", "declared")
+		w.Header().Set(http.TrailerPrefix+"X-More", "and not")
+	})))
+	key := newKey()
+	for range 2 {
+		req, _ := http.NewRequest("POST", s.URL, strings.NewReader("body"))
+		req.Header["idempotency-key"] = []string{key}
+		resp, err := s.Client().Do(req)
+		if err != nil {
+			f.Fatal(err)
+		}
+		io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		if a, b := resp.Trailer.Get("X-Sum"), resp.Trailer.Get("X-More"); a != "declared" || b != "and not" || resp.Header.Get("X-Sum") != "" {
+			f.Errorf("replayed %q: trailers %v, header %v", resp.Header.Get("Idempotent-Replayed"), resp.Trailer, resp.Header)
+		}
+	}
 }
 
 func s16(f *fixture) {
