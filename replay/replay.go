@@ -189,7 +189,7 @@ type Middleware struct {
 	cfg     Config
 	methods map[string]bool
 	metrics *serviceMetrics
-	local   bool // the store is in this process: its calls need no time limit
+	memory  *Memory // the store, if it is one: its calls need no time limit
 	shared  bool
 	waiters atomic.Int64
 
@@ -210,7 +210,7 @@ func New(c Config) (*Middleware, error) {
 	for _, method := range c.Methods {
 		m.methods[method] = true
 	}
-	_, m.local = c.Store.(*Memory)
+	m.memory, _ = c.Store.(*Memory)
 	return m, nil
 }
 
