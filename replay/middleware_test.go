@@ -339,3 +339,84 @@ func TestReplayE3_ConflictThenAnswer(t *testing.T) {
 		t.Errorf("got %d after %d runs, want 201 after 1", status, n.Load())
 	}
 }
+
+// offers lists the optional interfaces of a writer that handlers ask for.
+func offers(w http.ResponseWriter) (list []string) {
+	check := func(name string, ok bool) {
+		if ok {
+			list = append(list, name)
+		}
+	}
+	_, ok := w.(http.Flusher)
+	check("Flusher", ok)
+	_, ok = w.(interface{ FlushError() error })
+	check("FlushError", ok)
+	_, ok = w.(http.Hijacker)
+	check("Hijacker", ok)
+	_, ok = w.(io.ReaderFrom)
+	check("ReaderFrom", ok)
+	_, ok = w.(io.StringWriter)
+	check("StringWriter", ok)
+	_, ok = w.(http.Pusher)
+	check("Pusher", ok)
+	_, ok = w.(http.CloseNotifier)
+	check("CloseNotifier", ok)
+	_, ok = w.(interface{ SetReadDeadline(time.Time) error })
+	check("SetReadDeadline", ok)
+	_, ok = w.(interface{ EnableFullDuplex() error })
+	check("EnableFullDuplex", ok)
+	return list
+}
+
+// On both protocols, alone and inside stint's middleware, the handler's writer is
+// like the one below, and the answer and its replay arrive.
+func TestReplayWriterOffersWhatTheOneBelowDoes(t *testing.T) {
+	for _, h2 := range []bool{false, true} {
+		for _, inside := range []bool{false, true} {
+			var below, above []string
+			h := newMiddleware(t, replay.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+				above = offers(w)
+				rc := http.NewResponseController(w)
+				if err := errors.Join(rc.SetReadDeadline(time.Now().Add(time.Minute)), rc.SetWriteDeadline(time.Now().Add(time.Minute))); err != nil {
+					t.Error(err)
+				}
+				n, err := io.Copy(w, strings.NewReader("copied "))
+				if n != 7 || err != nil {
+					t.Errorf("copied %d, %v", n, err)
+				}
+				io.WriteString(w, "and written")
+			}))
+			var outer http.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				below = offers(w)
+				h.ServeHTTP(w, r)
+			})
+			if inside {
+				m, err := stint.NewMiddleware(stint.MiddlewareConfig{})
+				if err != nil {
+					t.Fatal(err)
+				}
+				outer = m.Handler(outer)
+			}
+			s := httptest.NewUnstartedServer(outer)
+			s.EnableHTTP2 = h2
+			s.StartTLS()
+			for _, replayed := range []string{"", "true"} {
+				req, _ := http.NewRequest("POST", s.URL, strings.NewReader("x"))
+				req.Header.Set("Idempotency-Key", "k")
+				resp, err := s.Client().Do(req)
+				if err != nil {
+					t.Fatal(err)
+				}
+				b, _ := io.ReadAll(resp.Body)
+				resp.Body.Close()
+				if string(b) != "copied and written" || resp.Header.Get("Idempotent-Replayed") != replayed || (resp.ProtoMajor == 2) != h2 {
+					t.Errorf("%s: got %q, %v", resp.Proto, b, resp.Header)
+				}
+			}
+			s.Close()
+			if strings.Join(above, " ") != strings.Join(below, " ") {
+				t.Errorf("HTTP/2 %v, inside stint's middleware %v: offered are\n%q, below\n%q", h2, inside, above, below)
+			}
+		}
+	}
+}
