@@ -197,7 +197,7 @@ var rows = []row{
 		},
 		{
 			title: "Refused on arrival", unit: perSecond,
-			about:   "expired: a 504 before any work. invalid: a 400, with RejectInvalid.",
+			about:   "expired: a 504 before any work. invalid: a 400, with RejectInvalid. limit, queue: a 503 by Limit. retries: a 503, more than RetryBudget allows.",
 			queries: one("{{service}} {{reason}}", `sum by (service, reason) (rate(stint_refused_total{job=~"$job", service=~"$service", service!=""}[$__rate_interval]))`),
 		},
 		{
