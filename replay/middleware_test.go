@@ -220,8 +220,8 @@ func TestReplayFlushBelowALayer(t *testing.T) {
 		if err := http.NewResponseController(w).Flush(); err != nil {
 			t.Errorf("Flush: %v", err)
 		}
-		if _, ok := w.(http.Hijacker); ok {
-			t.Error("offers to hijack, which nothing below does")
+		if got := offers(w); strings.Join(got, " ") != "Flusher" {
+			t.Errorf("offers %q, want what is below: Flusher", got)
 		}
 	}))
 	w := httptest.NewRecorder()
@@ -286,9 +286,53 @@ func TestReplayNoRoomForTheAnswer(t *testing.T) {
 	if w := call(h, keyed("", "k")); w.Code != 200 || w.Body.Len() != 100_000 {
 		t.Errorf("got %d, %d bytes", w.Code, w.Body.Len())
 	}
-	if w := call(h, keyed("", "k")); w.Code != 409 || runs != 1 {
-		t.Errorf("got %d after %d runs, want 409 after 1", w.Code, runs)
+	if w := call(h, keyed("", "k")); w.Code != 409 || runs != 1 || !strings.Contains(w.Body.String(), `"reason":"not_kept"`) {
+		t.Errorf("got %d %s after %d runs, want 409 not_kept after 1", w.Code, w.Body, runs)
 	}
+}
+
+// A run that ends after another one has taken its key over, and while that one
+// still runs, has no answer to give.
+func TestReplayLostToARunThatStillRuns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		store := &unrenewed{Store: replay.NewMemory(replay.MemoryConfig{})}
+		var outcomes []replay.Outcome
+		a := newMiddleware(t, replay.Config{Store: store, Lease: time.Second, MaxWait: -1, Hook: func(_ context.Context, e replay.Event) {
+			outcomes = append(outcomes, e.Outcome)
+		}}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			time.Sleep(10 * time.Second)
+			w.Header().Set("X-Mine", "1")
+			io.WriteString(w, "of the first run")
+		}))
+		b := newMiddleware(t, replay.Config{Store: store, Lease: time.Minute}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			time.Sleep(20 * time.Second)
+			io.WriteString(w, "of the second run")
+		}))
+		go func() {
+			time.Sleep(5 * time.Second)
+			if w := call(b, keyed("", "k")); w.Body.String() != "of the second run" {
+				t.Errorf("the second run: got %d %q", w.Code, w.Body)
+			}
+		}()
+		w := call(a, keyed("", "k"))
+		if w.Code != 409 || w.Header().Get("X-Should-Retry") != "true" || w.Header().Get("X-Mine") != "" {
+			t.Errorf("the first run: got %d %q %v, want 409 to try again", w.Code, w.Body, w.Header())
+		}
+		time.Sleep(time.Minute)
+		if w := call(a, keyed("", "k")); w.Body.String() != "of the second run" {
+			t.Errorf("later: got %d %q", w.Code, w.Body)
+		}
+		if len(outcomes) != 2 || outcomes[0] != replay.OutcomeLost || outcomes[1] != replay.OutcomeReplayed {
+			t.Errorf("outcomes %q, want lost and replayed", outcomes)
+		}
+	})
+}
+
+// unrenewed is a store that cannot renew.
+type unrenewed struct{ replay.Store }
+
+func (unrenewed) Renew(context.Context, [32]byte, int64, time.Duration) error {
+	return errors.New("unreachable")
 }
 
 func TestReplayWithoutARun(t *testing.T) {

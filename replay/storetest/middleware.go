@@ -14,6 +14,7 @@ import (
 	"net/http/httptest"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -1077,6 +1078,12 @@ func s21(f *fixture) {
 	close(taken)
 	f.want(<-first, 200, "run 2") // the one answer
 	f.want(send(s1, "POST", "/", key, "body"), 200, "run 2")
+	// An event comes after its answer.
+	for end := time.Now().Add(10 * time.Second); !slices.Contains(f.outcomes(), replay.OutcomeLost); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			f.Fatalf("outcomes %q, want one that is lost", f.outcomes())
+		}
+	}
 	if a, b := fences[1].Load(), fences[2].Load(); a <= 0 || b <= a {
 		f.Errorf("fences %d, then %d, want them to grow", a, b)
 	}
