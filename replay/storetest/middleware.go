@@ -14,6 +14,7 @@ import (
 	"net/http/httptest"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -68,6 +69,7 @@ var middlewareCases = []struct {
 	{"S13_ClientLeaves", s13},
 	{"S14_TooLargeToKeep", s14},
 	{"S15_Streams", s15},
+	{"S15_Trailers", s15trailers},
 	{"S16_Upgrades", s16},
 	{"S17_HeadersNotKept", s17},
 	{"S18_HeadersFromOutside", s18},
@@ -83,6 +85,7 @@ var middlewareCases = []struct {
 type fixture struct {
 	*testing.T
 	store *faultyStore
+	lets  []func() // see stuck
 
 	mu     sync.Mutex
 	events []replay.Event // guarded by mu
@@ -183,7 +186,12 @@ func (f *fixture) serve(h http.Handler) *httptest.Server {
 	s := httptest.NewUnstartedServer(h)
 	s.Config.ErrorLog = log.New(io.Discard, "", 0) // handlers panic on purpose
 	s.Start()
-	f.Cleanup(s.Close)
+	f.Cleanup(func() {
+		for _, let := range f.lets { // or Close would wait for them, where a case has failed
+			let()
+		}
+		s.Close()
+	})
 	return s
 }
 
@@ -355,7 +363,7 @@ func (f *fixture) stuck(h http.Handler) (handler http.Handler, there, let func()
 	in, out := make(chan struct{}, 100), make(chan struct{})
 	var once sync.Once
 	let = func() { once.Do(func() { close(out) }) }
-	f.Cleanup(let)
+	f.lets = append(f.lets, let)
 	handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		in <- struct{}{}
 		<-out
@@ -490,6 +498,17 @@ func s07(f *fixture) {
 	s := f.serve(h)
 	f.want(send(s, "POST", "/", "a b", "body"), 400, "*")
 	f.want(send(s, "POST", "/", "a b", strings.Repeat("x", 1<<20)), 400, "*")
+	// And where the client is slow to send it.
+	conn, err := net.Dial("tcp", s.Listener.Addr().String())
+	if err != nil {
+		f.Fatal(err)
+	}
+	defer conn.Close()
+	conn.SetDeadline(time.Now().Add(10 * time.Second))
+	fmt.Fprintf(conn, "POST / HTTP/1.1\r\nHost: x\r\nIdempotency-Key: a b\r\nContent-Length: 1000\r\n\r\nbeginning")
+	if line, err := bufio.NewReader(conn).ReadString('\n'); err != nil || !strings.Contains(line, " 400 ") {
+		f.Errorf("got %q, %v, want 400 before the body is there", line, err)
+	}
 	f.want(send(s, "POST", "/", newKey(), "body"), 201, "run 1")
 	f.want(send(s, "POST", "/", strings.Repeat("k", 231)+newKey(), "body"), 201, "run 2") // 255 bytes
 }
@@ -794,6 +813,30 @@ func s15(f *fixture) {
 	f.runs(&n, 1)
 }
 
+// Trailers are a part of the answer as well.
+func s15trailers(f *fixture) {
+	s := f.serve(f.middleware(nil).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Trailer", "X-Sum")
+		io.WriteString(w, strings.Repeat("x", 10_000))
+		w.Header().Set("X-Sum", "declared")
+		w.Header().Set(http.TrailerPrefix+"X-More", "and not")
+	})))
+	key := newKey()
+	for range 2 {
+		req, _ := http.NewRequest("POST", s.URL, strings.NewReader("body"))
+		req.Header["idempotency-key"] = []string{key}
+		resp, err := s.Client().Do(req)
+		if err != nil {
+			f.Fatal(err)
+		}
+		io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		if a, b := resp.Trailer.Get("X-Sum"), resp.Trailer.Get("X-More"); a != "declared" || b != "and not" || resp.Header.Get("X-Sum") != "" {
+			f.Errorf("replayed %q: trailers %v, header %v", resp.Header.Get("Idempotent-Replayed"), resp.Trailer, resp.Header)
+		}
+	}
+}
+
 func s16(f *fixture) {
 	var n atomic.Int64
 	h := f.middleware(nil).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -939,6 +982,7 @@ func s19(f *fixture) {
 	f.want(send(s, "POST", "/", key, big), 200, fmt.Sprint(size))
 	f.want(send(s, "POST", "/", key, big), 200, fmt.Sprint(size))
 	f.want(send(s, "POST", "/", key, big[1:]), 422, "*")
+	f.want(send(s, "POST", "/", key, big+"x"), 422, "*") // the same beginning
 	f.runs(&n, 1)
 	for _, length := range []int{0, 1, 64<<10 - 1, 64 << 10, 64<<10 + 1} {
 		f.want(send(s, "POST", "/", newKey(), big[:length]), 200, fmt.Sprint(length))
@@ -1052,6 +1096,12 @@ func s21(f *fixture) {
 	close(taken)
 	f.want(<-first, 200, "run 2") // the one answer
 	f.want(send(s1, "POST", "/", key, "body"), 200, "run 2")
+	// An event comes after its answer.
+	for end := time.Now().Add(10 * time.Second); !slices.Contains(f.outcomes(), replay.OutcomeLost); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			f.Fatalf("outcomes %q, want one that is lost", f.outcomes())
+		}
+	}
 	if a, b := fences[1].Load(), fences[2].Load(); a <= 0 || b <= a {
 		f.Errorf("fences %d, then %d, want them to grow", a, b)
 	}
