@@ -365,7 +365,7 @@ func (c *call) judge(r *result, now time.Time) {
 	case left == context.Canceled:
 		r.verdict, r.reason = terminal, ReasonCanceled
 		if !errors.Is(r.err, left) && !errors.Is(r.err, context.Cause(c.ctx)) {
-			r.err = c.error(ReasonCanceled, join(contextError(c.ctx), r.err))
+			r.err = c.error(ReasonCanceled, canceled(contextError(c.ctx), r.err))
 		}
 	case left != nil, late:
 		r.verdict, r.reason = terminal, ReasonDeadline

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -188,4 +189,55 @@ func BenchmarkPeerLookup(b *testing.B) {
 			}
 		})
 	}
+}
+
+// All of them at one peer, as the callers of one service are: with -cpu 8, eight
+// goroutines.
+func BenchmarkPeerLookupParallel(b *testing.B) {
+	cfg := Config{}.withDefaults()
+	now := time.Now()
+	table := newPeers(&cfg, now)
+	const name = "peer.test:8080"
+	table.leave(table.enter(name, now), now)
+	b.ReportAllocs()
+	b.RunParallel(func(pb *testing.PB) {
+		for pb.Next() {
+			table.leave(table.enter(name, now), now)
+		}
+	})
+}
+
+// What a retry that is made asks of the budget: once before it waits, and for
+// its turn after it.
+func BenchmarkBudgetRetry(b *testing.B) {
+	c := BudgetConfig{Ratio: 1, MinPerSecond: 1e6, MaxWait: time.Hour}.withDefaults()
+	now := time.Now()
+	decide := func(budget *budget, at time.Time) bool {
+		if budget.ask(at, time.Millisecond, time.Time{}) != "" {
+			return false
+		}
+		_, refused := budget.take(at, time.Time{})
+		return refused == ""
+	}
+	// Time moves on, so that turns and slots come free.
+	b.Run("serial", func(b *testing.B) {
+		budget, at := newBudget(c, now), now
+		b.ReportAllocs()
+		for b.Loop() {
+			at = at.Add(2 * time.Microsecond)
+			if !decide(budget, at) {
+				b.Fatal("refused")
+			}
+		}
+	})
+	b.Run("parallel", func(b *testing.B) {
+		budget := newBudget(c, now)
+		var steps atomic.Int64
+		b.ReportAllocs()
+		b.RunParallel(func(pb *testing.PB) {
+			for pb.Next() {
+				decide(budget, now.Add(time.Duration(steps.Add(1))*2*time.Microsecond))
+			}
+		})
+	})
 }

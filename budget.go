@@ -67,13 +67,14 @@ func (c BudgetConfig) withDefaults() BudgetConfig {
 	return c
 }
 
-// check expects the defaults filled in. NaN fails every comparison.
-func (c BudgetConfig) check(errs *configErrors) {
-	errs.check(c.Ratio <= 1 && c.Ratio >= -math.MaxFloat64, "Config.Budget.Ratio", c.Ratio, "must be in (0, 1], 0 for the default, or negative for the floor alone")
-	errs.check(c.Window >= time.Second && c.Window <= time.Hour, "Config.Budget.Window", c.Window, "must be from 1s to 1h, or 0 for the default")
-	errs.check(c.MinPerSecond <= 1e6 && c.MinPerSecond >= -math.MaxFloat64, "Config.Budget.MinPerSecond", c.MinPerSecond, "must be at most 1e6, 0 for the default, or negative for none")
-	errs.check(c.PeakFactor >= 1 && c.PeakFactor <= 1e6, "Config.Budget.PeakFactor", c.PeakFactor, "must be from 1 to 1e6, or 0 for the default")
-	errs.check(c.MaxWait <= time.Hour, "Config.Budget.MaxWait", c.MaxWait, "must be at most 1h, 0 for the default, or negative for none")
+// check expects the defaults filled in. field is where c stands. NaN fails every
+// comparison.
+func (c BudgetConfig) check(errs *configErrors, field string) {
+	errs.check(c.Ratio <= 1 && c.Ratio >= -math.MaxFloat64, field+".Ratio", c.Ratio, "must be in (0, 1], 0 for the default, or negative for the floor alone")
+	errs.check(c.Window >= time.Second && c.Window <= time.Hour, field+".Window", c.Window, "must be from 1s to 1h, or 0 for the default")
+	errs.check(c.MinPerSecond <= 1e6 && c.MinPerSecond >= -math.MaxFloat64, field+".MinPerSecond", c.MinPerSecond, "must be at most 1e6, 0 for the default, or negative for none")
+	errs.check(c.PeakFactor >= 1 && c.PeakFactor <= 1e6, field+".PeakFactor", c.PeakFactor, "must be from 1 to 1e6, or 0 for the default")
+	errs.check(c.MaxWait <= time.Hour, field+".MaxWait", c.MaxWait, "must be at most 1h, 0 for the default, or negative for none")
 }
 
 // memory returns how long after its last retry a budget may still be affected by

@@ -507,7 +507,7 @@ func TestBudget_AgainstModel(t *testing.T) {
 			MaxWait:      time.Duration(pick(0, -1, 0.1, 60) * float64(time.Second)),
 		}.withDefaults()
 		var errs configErrors
-		if c.check(&errs); errs != nil {
+		if c.check(&errs, "Config.Budget"); errs != nil {
 			t.Fatal(errs.join())
 		}
 		b, m := newTestBudget(c), &budgetModel{c: c}

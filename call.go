@@ -51,9 +51,14 @@ type call struct {
 	last   *attempt      // nil: none yet
 }
 
-// begin collects what is known before the first attempt. On an error nothing is
-// held.
+// begin collects what is known before the first attempt. On an error, or where one
+// of the configured functions panics, nothing is held and the body is closed.
 func (c *call) begin(t *Transport, req *http.Request) error {
+	defer func() {
+		if c.peer == nil {
+			closeBody(req)
+		}
+	}()
 	if t == nil || t.base == nil {
 		return errZeroTransport
 	}
@@ -413,8 +418,11 @@ func (c *call) abandon(r result) (*http.Response, error) {
 	default: // Request.Cancel
 		why = context.Canceled
 	}
-	last := r.failure()
-	return c.finish(result{verdict: terminal, err: c.error(reason, join(why, last))}, reason)
+	joined := join
+	if reason == ReasonCanceled {
+		joined = canceled
+	}
+	return c.finish(result{verdict: terminal, err: c.error(reason, joined(why, r.failure()))}, reason)
 }
 
 // contextError returns why a context ended, its cause included.
@@ -558,9 +566,10 @@ func (c *call) remaining(now time.Time) time.Duration {
 	return c.deadline.Sub(now)
 }
 
-func (c *call) emitRetry(wait time.Duration) {
+// emitRetry reports that the attempt which ended with r will be followed by another.
+func (c *call) emitRetry(r *result, wait time.Duration) {
 	if c.t.cfg.Hook != nil {
-		c.emit(Event{Kind: EventRetry, Wait: wait, Remaining: c.remaining(time.Now())})
+		c.emit(Event{Kind: EventRetry, Wait: wait, Remaining: c.remaining(time.Now()), Status: r.status(), Err: r.err})
 	}
 }
 

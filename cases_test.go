@@ -1045,3 +1045,54 @@ func (b *slowBody) Close() error {
 	b.once.Do(func() { close(b.closed) })
 	return nil
 }
+
+// A caller that leaves has left, however the attempt before had failed: that one
+// of them timed out does not make the time run out.
+func TestO14_CanceledAfterATimeoutIsNoDeadline(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		config Config
+		base   func(*http.Request) (*http.Response, error)
+	}{
+		{"in backoff, after AttemptTimeout", Config{AttemptTimeout: time.Second, Backoff: Backoff{Base: time.Hour, Max: time.Hour}}, hang},
+		{"in backoff, after a timeout of the base", Config{Backoff: Backoff{Base: time.Hour, Max: time.Hour}}, func(*http.Request) (*http.Response, error) {
+			return nil, &net.OpError{Op: "read", Err: os.ErrDeadlineExceeded}
+		}},
+		{"in backoff, after a deadline of the base's own", Config{Backoff: Backoff{Base: time.Hour, Max: time.Hour}}, func(*http.Request) (*http.Response, error) {
+			return nil, fmt.Errorf("base: %w", context.DeadlineExceeded)
+		}},
+		{"waiting for a turn", Config{AttemptTimeout: time.Second, Backoff: Backoff{Base: 1, Max: 1}, Budget: BudgetConfig{MaxWait: time.Hour}, MaxAttempts: 100}, hang},
+		{"in the moment of AttemptTimeout", Config{AttemptTimeout: 90 * time.Minute}, hang},
+	} {
+		for _, client := range []bool{false, true} {
+			synctest.Test(t, func(t *testing.T) {
+				tt.config.Base = baseFunc(tt.base)
+				tr := newTestTransport(t, tt.config)
+				tr.jitter = func() float64 { return 0.99 }
+				ctx, cancel := context.WithCancel(t.Context())
+				time.AfterFunc(90*time.Minute, cancel)
+				if tt.config.MaxAttempts > 0 {
+					cancel()
+					ctx, cancel = context.WithCancel(t.Context())
+					time.AfterFunc(2500*time.Millisecond, cancel)
+				}
+				req := newRequest(t, ctx, "GET", "http://peer.test/", nil)
+				var err error
+				if client {
+					_, err = (&http.Client{Transport: tr}).Do(req)
+				} else {
+					_, err = tr.RoundTrip(req)
+				}
+				var timeout interface{ Timeout() bool }
+				if !errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timeout) && timeout.Timeout() {
+					t.Errorf("%s, client %v: %v", tt.name, client, err)
+				}
+				var netErr net.Error
+				if errors.As(err, &netErr) && netErr.Timeout() {
+					t.Errorf("%s, client %v: a net.Error with Timeout: %v", tt.name, client, err)
+				}
+				cancel()
+			})
+		}
+	}
+}

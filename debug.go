@@ -22,12 +22,14 @@ const (
 	debugUnfolded  = 5   // of these, how many the page opens by itself
 	debugNameRunes = 64  // of a name on the page; in the JSON it is as in the metrics
 	debugRecent    = time.Minute
+	debugTimeLeft  = time.Minute // how far back the time left on arrival goes, or a third more
 )
 
 // DebugHandler returns a handler that shows what t and m know at this moment:
 // for each peer its budget, the next turn, the latencies that retries are
 // admitted by and the last 16 refusals, and for the service how many requests
-// ran out of time and the last 16 of them. Either may be nil, and is then left
+// ran out of time, the last 16 of them, and how much of their deadlines requests
+// had left when they arrived. Either may be nil, and is then left
 // out. It panics if both are, or if one was not made by its constructor.
 //
 // It answers GET and HEAD, with JSON, or with one HTML page where the Accept
@@ -49,7 +51,8 @@ const (
 // The numbers of the last minute are the metrics': they are there only where
 // Config.Metrics or MiddlewareConfig.Metrics is set, and are the sum over all
 // that share the set and the name. The rest is t's and m's own. Looking costs
-// requests nothing, and changes nothing.
+// requests nothing, and changes nothing; the time left on arrival is counted
+// from the first DebugHandler on, which is some 20 ns for each request.
 func DebugHandler(t *Transport, m *Middleware) http.Handler {
 	switch {
 	case t == nil && m == nil:
@@ -58,6 +61,9 @@ func DebugHandler(t *Transport, m *Middleware) http.Handler {
 		panic(errZeroTransport.Error())
 	case m != nil && !m.made:
 		panic(errZeroMiddleware.Error())
+	}
+	if m != nil {
+		m.timeLeft.CompareAndSwap(nil, newHistogram(debugTimeLeft, time.Now()))
 	}
 	// Parsed here and not into a package variable: the linker leaves most of
 	// html/template out of programs that have no use for it.
@@ -285,6 +291,7 @@ type (
 		Service          string             `json:"service"`
 		ReportOnly       bool               `json:"report_only"`
 		LastMinute       *debugServerMinute `json:"last_minute,omitempty"`
+		Remaining        debugRemaining     `json:"remaining"`          // on arrival, where a usable header came along
 		Expired          uint64             `json:"expired"`            // since the start
 		ExpiredOnArrival uint64             `json:"expired_on_arrival"` // of these
 		RecentExpired    []debugExpiry      `json:"recent_expired"`     // newest first
@@ -294,6 +301,11 @@ type (
 		HeaderPresentRatio float64 `json:"header_present_ratio"`
 
 		Low bool `json:"-"` // for the page: somebody forgets the deadline
+	}
+	debugRemaining struct {
+		P50MS   float64 `json:"p50_ms"` // half had at least that much left
+		P1MS    float64 `json:"p1_ms"`  // 99 of 100 had
+		Samples int     `json:"samples"`
 	}
 	debugExpiry struct {
 		AtMS      int64   `json:"at_ms"`
@@ -438,6 +450,11 @@ func (m *Middleware) debug(now time.Time, nowMS int64) *debugServer {
 		edge := m.cfg.Timeout > 0 || m.cfg.TimeoutFor != nil
 		d.LastMinute.Low = !edge && d.LastMinute.HeaderPresentRatio < 0.95
 	}
+	h := m.timeLeft.Load() // set: there is a DebugHandler
+	window := h.number(h.elapsed(now))
+	p50, _ := h.compute(window, 0.5)
+	p1, samples := h.compute(window, 0.01)
+	d.Remaining = debugRemaining{P50MS: millis(atLeast(max(p1, p50))), P1MS: millis(atLeast(p1)), Samples: samples}
 	list, n := m.expiries.latest()
 	d.Expired = n
 	for _, x := range list {
@@ -447,6 +464,15 @@ func (m *Middleware) debug(now time.Time, nowMS int64) *debugServer {
 		})
 	}
 	return d
+}
+
+// atLeast turns the upper edge of a histogram's bucket into the lower one: of the
+// time that was left nobody is promised more than there was.
+func atLeast(upper time.Duration) time.Duration {
+	if b := histBucket(upper); b > 1 {
+		return histUpper(b - 2)
+	}
+	return 0 // the lowest bucket, that of requests that came too late
 }
 
 // millis is what JSON and page show of a duration: quick peers answer in less

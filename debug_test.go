@@ -221,6 +221,10 @@ func TestDebug_Fault(t *testing.T) {
 		if x.LastMinute.Requests != 202 || x.LastMinute.HeaderPresentRatio != 0.6 || x.Expired != 2 || x.ExpiredOnArrival != 1 || x.ReportOnly {
 			t.Errorf("server: %+v, last minute %+v", x, x.LastMinute)
 		}
+		// 122 brought a deadline: 120 of a second, one of 10 ms, and one too late.
+		if l := x.Remaining; l.Samples != 122 || l.P50MS < 940 || l.P50MS > 1000 || l.P1MS > 10 || l.P1MS < 9 {
+			t.Errorf("time left on arrival: %+v", l)
+		}
 		if e := x.RecentExpired; len(e) != 2 || e[0].OnArrival || e[0].TookMS != 20 || e[0].LateMS != 10 ||
 			!e[1].OnArrival || e[1].TookMS != 0 || e[1].LateMS < 9e11 || e[1].AtMS < s.NowMS-2100 || e[1].AtMS > s.NowMS-2000 {
 			t.Errorf("recent expired: %+v", e)
@@ -228,7 +232,7 @@ func TestDebug_Fault(t *testing.T) {
 
 		text, elements := debugText(t, h)
 		debugContains(t, text,
-			"\nin the last minute 202\n", "\nwith a deadline header 60 %\n", "\ntoo late on arrival 1\n", "\nout of time while served 1\n",
+			"\nin the last minute 202\n", "\nwith a deadline header 60 %\n", "\ntime left on arrival, p50 973 ms\n", "\nand the shortest 1 % 10.0 ms\n", "\ntoo late on arrival 1\n", "\nout of time while served 1\n",
 			"\nthe last 2 that ran out of time\n",
 			"\nledger.test:80 100 % budget spent refused (deadline) 2.0 s ago\n",
 			"\nbalance 0\n", fmt.Sprintf("\nattempts %d\n", p.LastMinute.Attempts),
@@ -256,7 +260,7 @@ func TestDebug_JSONNames(t *testing.T) {
 		`"latency":[{"class":"","p50_ms":0,"p99_ms":0,"samples":0,"attempts":0,"cut_off":0}],` +
 		`"last_minute":{"requests":0,"attempts":0,"retries":0,"amplification":0},"inflight":0,"held":0,"idle_ms":1,"refusals":0,` +
 		`"refused":[{"at_ms":0,"reason":"","attempt":0,"remaining_ms":1.5,"need_ms":1}]}],` +
-		`"server":{"service":"","report_only":false,"last_minute":{"requests":0,"header_present_ratio":0},"expired":0,"expired_on_arrival":0,` +
+		`"server":{"service":"","report_only":false,"last_minute":{"requests":0,"header_present_ratio":0},"remaining":{"p50_ms":0,"p1_ms":0,"samples":0},"expired":0,"expired_on_arrival":0,` +
 		`"recent_expired":[{"at_ms":0,"on_arrival":false,"took_ms":0,"late_ms":0}]}}`
 	if err != nil || string(text) != want {
 		t.Errorf("%v, got\n%s\nwant\n%s", err, text, want)
@@ -894,6 +898,22 @@ func TestClasses_List(t *testing.T) {
 	c.get("h")
 	if got := c.list(); !reflect.DeepEqual(got, want) {
 		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+// atLeast is the lower edge of the bucket whose upper edge a quantile is.
+func TestDebug_AtLeast(t *testing.T) {
+	for b := range histBuckets - 1 {
+		low := atLeast(histUpper(b))
+		if b == 0 && low != 0 || b > 0 && (histBucket(low) != b || histBucket(low-1) != b-1) {
+			t.Fatalf("bucket %d begins at %v", b, low)
+		}
+	}
+	if low := atLeast(histUpper(histBuckets - 1)); low < 1000*time.Second || low > 1<<histMaxExp {
+		t.Errorf("the last bucket begins at %v", low)
+	}
+	if low := atLeast(0); low != 0 {
+		t.Errorf("without samples: %v", low)
 	}
 }
 

@@ -68,7 +68,8 @@ func (e *Error) Timeout() bool {
 
 // Is reports whether target is [context.DeadlineExceeded] and the deadline is
 // what ended the request. [errors.Is] finds it in Err as well where AttemptTimeout
-// ended the last attempt, whatever the Reason why there was no other.
+// ended the last attempt, whatever the Reason why there was no other, except
+// ReasonCanceled.
 func (e *Error) Is(target error) bool {
 	return target == context.DeadlineExceeded && (e.Reason == ReasonDeadline || e.Reason == ReasonExpired)
 }
@@ -134,6 +135,16 @@ func join(why, last error) error {
 		return last
 	}
 	return &both{why, last}
+}
+
+// canceled is join where the caller left: an attempt that timed out before must not
+// make it look as if the time had run out.
+func canceled(why, last error) error {
+	var t interface{ Timeout() bool }
+	if errors.Is(last, context.DeadlineExceeded) || errors.As(last, &t) && t.Timeout() {
+		last = errors.New(last.Error())
+	}
+	return join(why, last)
 }
 
 // A statusError stands for an answer that was thrown away, as the last failure

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -341,7 +342,7 @@ func ExampleConfig_hook() {
 	late.Header.Set(stint.HeaderDeadline, "1") // a millisecond into 1970
 	middleware.Handler(http.NotFoundHandler()).ServeHTTP(httptest.NewRecorder(), late)
 	// Output:
-	// level=INFO msg=retry name=ledger:80 attempt=1 reason="" status=0 err=<nil>
+	// level=INFO msg=retry name=ledger:80 attempt=1 reason="" status=503 err=<nil>
 	// level=WARN msg=refused name=ledger:80 attempt=2 reason=attempts status=503 err=<nil>
 	// level=WARN msg=expired name=orders attempt=0 reason=expired status=0 err=<nil>
 }
@@ -474,4 +475,63 @@ func ExampleNewHosts() {
 
 	// Output:
 	// 100 of 100 succeed, attempts at the bad host: 1
+}
+
+// A handler that can do one thing at a time. One request waits for it; the next
+// is told at once that nothing was done for it.
+func ExampleMiddlewareConfig_limit() {
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{
+		Limit: stint.LimitConfig{MaxConcurrent: 1, MaxQueue: -1}, // nobody waits
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	begun, finish := make(chan bool), make(chan bool)
+	handler := middleware.Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		begun <- true
+		<-finish
+		fmt.Fprint(w, "a balance")
+	}))
+
+	first := httptest.NewRecorder()
+	done := make(chan bool)
+	go func() {
+		handler.ServeHTTP(first, httptest.NewRequest("GET", "/", nil))
+		close(done)
+	}()
+	<-begun
+	second := httptest.NewRecorder()
+	handler.ServeHTTP(second, httptest.NewRequest("GET", "/", nil))
+	fmt.Println(second.Code, "Retry-After:", second.Header().Get("Retry-After"), "X-Should-Retry:", second.Header().Get("X-Should-Retry"))
+
+	finish <- true
+	<-done
+	fmt.Println(first.Code, first.Body)
+	// Output:
+	// 503 Retry-After: 1 X-Should-Retry: true
+	// 200 a balance
+}
+
+// Requests that say that they are retries are held to a share of the others: to
+// none here, as no request has ended well, and no floor is set.
+func ExampleMiddlewareConfig_retryBudget() {
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{
+		RetryBudget: &stint.BudgetConfig{MinPerSecond: -1},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	handler := middleware.Handler(http.NotFoundHandler())
+	for _, count := range []string{"", "1"} {
+		r := httptest.NewRequest("GET", "/", nil)
+		if count != "" {
+			r.Header.Set(stint.HeaderRetryCount, count)
+		}
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, r)
+		fmt.Printf("%d %q\n", w.Code, w.Header().Get("X-Should-Retry"))
+	}
+	// Output:
+	// 404 ""
+	// 503 "false"
 }

@@ -173,6 +173,7 @@ func (g *guard) end(req *http.Request) {
 			g.stack = debug.Stack()
 		}
 	}
+	g.x.leaveSlot(true) // late or not: until now it was at work
 	g.mu.Lock()
 	late := g.state == guardCut
 	if !late {

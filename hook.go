@@ -28,6 +28,9 @@ const (
 const (
 	ReasonExpired Reason = "expired" // the deadline had passed on arrival: 504
 	ReasonInvalid Reason = "invalid" // the deadline header is unusable and RejectInvalid is set: 400
+	ReasonLimit   Reason = "limit"   // Limit: as many as may are served, and wait: 503
+	ReasonQueue   Reason = "queue"   // Limit: the queue and the handler take longer than there is time: 503
+	ReasonRetries Reason = "retries" // more retries arrive than RetryBudget allows: 503
 )
 
 // EventKind tells what an Event reports.
@@ -37,7 +40,7 @@ type EventKind string
 const (
 	EventAttemptSent EventKind = "attempt_sent" // Peer, DeadlineMS, Remaining, Attempt
 	EventAttemptDone EventKind = "attempt_done" // and Took, Status or Err
-	EventRetry       EventKind = "retry"        // Wait; Attempt: the one that failed
+	EventRetry       EventKind = "retry"        // Wait; Attempt, and Status or Err: the one that failed
 	EventRefused     EventKind = "refused"      // Reason: why no (further) attempt is made
 	EventDone        EventKind = "done"         // Attempt: how many were sent; Took: all of it; Status or Err
 )
@@ -51,6 +54,10 @@ const (
 	// handler returned. Remaining is negative by how much.
 	EventExpired EventKind = "expired"
 	EventServed  EventKind = "served" // Status, Took; Reason where the answer is the middleware's own
+	// Limit or RetryBudget refuses the request, or would under ReportOnly: Reason;
+	// Took: in the queue; Wait: what the queue and the handler were expected to
+	// take; Attempt as in EventArrived.
+	EventShed EventKind = "shed"
 	// With HardStop: a handler has panicked that ran on after EventServed. Took;
 	// Err: the panic's value, which it unwraps to if that is an error, and stack.
 	EventPanicked EventKind = "panicked"

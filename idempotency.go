@@ -125,19 +125,28 @@ func leftFirstHost(req *http.Request) bool {
 // callersKey looks for a key in any spelling. An entry with no lines is the
 // caller's way to say "idempotent, send nothing".
 func callersKey(h http.Header) (value string, found bool) {
+	var from, name string
 	for k, lines := range h {
-		if keyHeader(k) == "" {
+		n := keyHeader(k)
+		if n == "" {
 			continue
 		}
 		found = true
-		// The canonical spelling wins, so that the outcome does not depend on
-		// the order of a map.
-		if len(lines) > 0 && (value == "" || k == HeaderIdempotencyKey) {
-			value = lines[0]
+		if len(lines) == 0 {
+			continue
+		}
+		// As collapse does it, so that the outcome does not depend on the order of
+		// a map, and says what is sent.
+		if from == "" || n == name && preferred(k, from, n) || n != name && n == HeaderIdempotencyKey {
+			from, name, value = k, n, lines[0]
 		}
 	}
 	return value, found
 }
+
+// preferred reports whether of two spellings of a header's name k counts, and not
+// other: the canonical one, else the first in order.
+func preferred(k, other, name string) bool { return k == name || other != name && k < other }
 
 // keyHeader returns the canonical spelling of a header that carries a key, "" for
 // all others.
@@ -192,7 +201,7 @@ func collapse(h http.Header, name string, rename bool) {
 		if len(k) != len(name) || !strings.EqualFold(k, name) {
 			continue
 		}
-		if len(v) > 0 && (lines == nil || k == name || (kept != name && k < kept)) {
+		if len(v) > 0 && (lines == nil || preferred(k, kept, name)) {
 			kept, lines = k, v
 		}
 		delete(h, k)

@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -20,6 +21,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/stinthttp/stint/internal/idemkey"
 )
 
 // An arrival as the wire had it: the names of headers as they were spelled.
@@ -653,4 +656,90 @@ func TestO23_SameKeyAndBodyOnEveryRetryPath(t *testing.T) {
 			})
 		}
 	}
+}
+
+// A key in any form and spelling, one or two of them: what goes out is one of each
+// name, the one that Outcome shows, in a spelling that net/http does not act on, and
+// the same each time; the caller's header stays as it was. What comes in is a key or
+// nothing, and a key survives being quoted.
+func FuzzIdempotencyKey(f *testing.F) {
+	f.Add("order-1", uint16(0), "", uint16(0), false)
+	f.Add(`"order \"1\\"`, uint16(0xffff), "order-2", uint16(1), true)
+	f.Add("\x00\n\x80", uint16(0x5555), "order-2", uint16(0x5555), false)
+	f.Add(strings.Repeat("k", idemkey.MaxLen+1), uint16(7), " k ", uint16(3), true)
+	f.Fuzz(func(t *testing.T, one string, upperOne uint16, two string, upperTwo uint16, other bool) {
+		name := HeaderIdempotencyKey
+		if other {
+			name = headerXIdempotencyKey
+		}
+		in := http.Header{"Accept": {"a"}, spelled(HeaderIdempotencyKey, upperOne): {one}}
+		in[spelled(name, upperTwo)] = []string{two}
+		before := in.Clone()
+		req := &http.Request{Method: "POST", URL: &url.URL{Host: "peer.test"}, Header: in}
+		scan := scanHeader(in)
+		if !scan.key {
+			t.Fatalf("no key in %q", in)
+		}
+		for _, std := range []bool{true, false} {
+			var first http.Header
+			for range 4 { // the order of a map is another each time
+				key := chooseKey(req, scan.key, nil, "", KeysAuto, false)
+				if !key.promise || key.value != one && key.value != two {
+					t.Fatalf("%q became %+v", in, key)
+				}
+				out := in.Clone()
+				key.apply(out, out.Set, std)
+				if first == nil {
+					first = out
+				}
+				var sent []string
+				for k, lines := range out {
+					if n := keyHeader(k); n == HeaderIdempotencyKey || n != "" && !hasKeyName(in) {
+						sent = append(sent, lines...)
+					}
+					if std && keyHeader(k) == k {
+						t.Fatalf("net/http would act on %q", k)
+					}
+				}
+				if !reflect.DeepEqual(out, first) || !slices.Equal(sent, []string{key.value}) {
+					t.Fatalf("%q: %q and %q are sent, Outcome shows %q", in, first, out, key.value)
+				}
+			}
+		}
+		if !reflect.DeepEqual(in, before) {
+			t.Fatalf("%q became %q", before, in)
+		}
+
+		if got := keyOfRequest(scanned(in)); got != "" && (!idemkey.Valid(got) || len(in) > 2) {
+			t.Fatalf("%q is taken from %q", got, in)
+		}
+		if idemkey.Valid(one) && one[0] != '"' {
+			quoted := `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(one) + `"`
+			for _, form := range []string{one, quoted, " " + quoted + "\t"} {
+				if got := keyOfRequest(scanned(http.Header{spelled(name, upperTwo): {form}})); got != one {
+					t.Fatalf("%q is taken from %q", got, form)
+				}
+			}
+		}
+	})
+}
+
+// spelled returns the name with those letters in upper case whose bit is set.
+func spelled(name string, upper uint16) string {
+	b := []byte(strings.ToLower(name))
+	for i := range b {
+		if upper>>(i%16)&1 == 1 {
+			b[i] = strings.ToUpper(string(b[i]))[0]
+		}
+	}
+	return string(b)
+}
+
+func hasKeyName(h http.Header) bool {
+	for k := range h {
+		if keyHeader(k) == HeaderIdempotencyKey {
+			return true
+		}
+	}
+	return false
 }

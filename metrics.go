@@ -89,7 +89,7 @@ type MetricsConfig struct {
 //	stint_deadline_remaining_seconds{service}        histogram: time left on arrival
 //	stint_deadline_late_seconds{service}             histogram: by how much expired requests came late
 //	stint_server_retries_total{service}              arrivals that say they are retries
-//	stint_refused_total{service,reason}              expired, invalid
+//	stint_refused_total{service,reason}              what was not served, by Reason
 //	deadline_exceeded_total{side="server",service}   out of time here
 //	stint_clock_skew_total{side="server",service}    arrivals that show a clock to be broken
 //
@@ -372,7 +372,7 @@ var (
 		ReasonAttempts, ReasonNotReplayable, ReasonNotIdempotent, ReasonToldNotTo, ReasonRetryAfter,
 		ReasonDeadline, ReasonSlow, ReasonBudget, ReasonTurn, ReasonHeld, ReasonCanceled,
 	}
-	serverReasons = [...]Reason{ReasonExpired, ReasonInvalid}
+	serverReasons = [...]Reason{ReasonExpired, ReasonInvalid, ReasonLimit, ReasonQueue, ReasonRetries}
 )
 
 // peerMetrics are the series of one peer, resolved once. A nil one counts

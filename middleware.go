@@ -112,8 +112,8 @@ type MiddlewareConfig struct {
 	// hijacks its connection is waited for.
 	//
 	// It frees the caller, not the server: the handler runs on until it ends by
-	// itself, with all that it holds. Nothing bounds how many of them do, since
-	// the caller, answer in hand, may send its next request; and
+	// itself, with all that it holds. Nothing but Limit bounds how many of them
+	// do, since the caller, answer in hand, may send its next request; and
 	// [http.Server.Shutdown] does not wait for them. The cure is a handler that
 	// heeds its context. What HardStop costs:
 	//
@@ -142,6 +142,28 @@ type MiddlewareConfig struct {
 	//     connection, and still be reading.
 	HardStop bool
 
+	// Limit bounds how many requests the handler serves at once, and refuses those
+	// that could not end in time. The zero value is no limit. Under ReportOnly what
+	// would have been refused is counted, and served. Adopt does not see the end of
+	// a request, and has no Limit.
+	Limit LimitConfig
+
+	// RetryBudget, if not nil, bounds the retries that reach the handler, however
+	// many clients they come from: each client has a floor of its own, and a
+	// hundred of them are a hundred floors. It is the budget that a Transport has
+	// for a peer, over what arrives here: requests with X-Retry-Count are
+	// retries, those without are what its share is a share of, as far as the
+	// handler answers them with a status that is not retried by default. A retry
+	// waits for its turn up to MaxWait, without a slot of a handler. One beyond
+	// the share is answered 503 with X-Should-Retry: false, and the handler not
+	// called: its client has no use for another. nil: none. A pointer to the zero
+	// value has the defaults.
+	//
+	// A client that does not send X-Retry-Count is not bounded, and one that sends
+	// it in vain takes turns away from the retries of others. Adopt does not see
+	// answers, and has no RetryBudget.
+	RetryBudget *BudgetConfig
+
 	// DebugEcho, if not nil, tells who may probe: find out where on its way a
 	// deadline gets lost. It is asked for requests with the header
 	// X-Debug-Echo-Deadline, and should say yes to the fleet, and to operators by
@@ -154,8 +176,8 @@ type MiddlewareConfig struct {
 	// pre-order, one for each attempt that was answered, at most 16. Transports
 	// ask the services that the handler calls with the value "hop", as far as
 	// they are not foreign. Where those allow it as well, they keep their answer
-	// and add the header X-Debug-Deadline with their part of the list, at most
-	// 4 KiB of it. A call that ends after the answer has begun is not in it.
+	// and add the header X-Debug-Deadline with their part of the list, as
+	// much of it as fits into an answer's header of 3.5 KiB. A call that ends after the answer has begun is not in it.
 	// Others appear as what their caller saw of them.
 	//
 	// Requests to switch protocols are not probed with 1, and neither are
@@ -164,8 +186,8 @@ type MiddlewareConfig struct {
 	// X-Debug-Deadline.
 	DebugEcho func(*http.Request) bool
 
-	// Hook, if not nil, gets EventArrived, EventExpired, EventServed and, with
-	// HardStop, EventPanicked. It is called inline; its context carries the
+	// Hook, if not nil, gets EventArrived, EventExpired, EventShed, EventServed
+	// and, with HardStop, EventPanicked. It is called inline; its context carries the
 	// values of the request's, and lives on when the deadline passes.
 	Hook func(context.Context, Event)
 
@@ -188,6 +210,12 @@ func (c *MiddlewareConfig) validate() error {
 	// Against a MaxTimeout that is itself wrong there is nothing to compare.
 	errs.check(!maxOK || c.Timeout <= c.MaxTimeout, "MiddlewareConfig.Timeout", c.Timeout, "must not be longer than MaxTimeout")
 	errs.check(c.SkewTolerance >= 0 && c.SkewTolerance <= maxSkewTolerance, "MiddlewareConfig.SkewTolerance", c.SkewTolerance, "must lie in [0, 60 s]")
+	c.Limit.check(&errs)
+	if c.RetryBudget != nil {
+		b := c.RetryBudget.withDefaults()
+		b.check(&errs, "MiddlewareConfig.RetryBudget")
+		c.RetryBudget = &b // the caller's stays theirs
+	}
 	return errs.join()
 }
 
@@ -201,11 +229,16 @@ func (c *MiddlewareConfig) validate() error {
 type Middleware struct {
 	cfg     MiddlewareConfig
 	metrics *serviceMetrics
+	retries *budget  // nil without RetryBudget
+	limit   *limiter // nil without Limit
 	made    bool
 	// For DebugHandler: the latest requests that ran out of time, and how many of
 	// all of them had done so on arrival.
 	expiries ring[expiry]
 	tooLate  atomic.Uint64
+	// timeLeft is what the latest requests with a usable header had left on
+	// arrival; nil until there is a DebugHandler to show it.
+	timeLeft atomic.Pointer[histogram]
 	// wall maps a reading of time.Now to what the wall clock shows at that
 	// moment; nil is the identity. Tests skew and step the clock with it.
 	wall func(time.Time) time.Time
@@ -217,7 +250,13 @@ func NewMiddleware(c MiddlewareConfig) (*Middleware, error) {
 	if err := c.validate(); err != nil {
 		return nil, err
 	}
-	return &Middleware{cfg: c, metrics: c.Metrics.service(c.Service), made: true}, nil
+	m := &Middleware{cfg: c, metrics: c.Metrics.service(c.Service), made: true}
+	now := time.Now()
+	if c.RetryBudget != nil {
+		m.retries = newBudget(*c.RetryBudget, now)
+	}
+	m.limit = newLimiter(c.Limit, c.ReportOnly, now)
+	return m, nil
 }
 
 var errZeroMiddleware = errors.New("stint: Middleware was not made with stint.NewMiddleware")
@@ -317,8 +356,23 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 			w = probed
 		}
 	}
+	if x.refusal == nil {
+		x.capRetries()
+	}
+	if x.refusal == nil {
+		x.takeSlot(r)
+	}
 	if x.refusal != nil {
-		x.refuse(w, r, x.refusal.Reason, x.start)
+		now := x.start
+		if !x.finished.IsZero() {
+			now = x.finished
+		}
+		x.refuse(w, r, x.refusal.Reason, now)
+		if x.left {
+			// It may be there after all, and have closed its half of the
+			// connection; but it was nobody to answer.
+			x.status.Store(0)
+		}
 		if probed != nil {
 			probed.finish(x, r.Method)
 		}
@@ -337,7 +391,7 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	if x.stoppable() {
 		x.serveStoppable(w, req, next)
 	} else {
-		next.ServeHTTP(x.watch(w), req)
+		x.serveInline(w, req, next)
 	}
 	x.returned = true
 	x.finish(req.Context())
@@ -355,6 +409,12 @@ func (m *Middleware) serve(w http.ResponseWriter, r *http.Request, next http.Han
 	case x.probe != nil && !x.answered():
 		x.probe.mark(w.Header(), http.StatusOK) // net/http answers for a handler that just returns
 	}
+}
+
+// serveInline runs next on this goroutine.
+func (x *exchange) serveInline(w http.ResponseWriter, req *http.Request, next http.Handler) {
+	defer x.leaveSlot(true)
+	next.ServeHTTP(x.watch(w), req)
 }
 
 // handBack sets what net/http, and layers outside, would find in their own
@@ -385,17 +445,20 @@ type exchange struct {
 	start time.Time
 	end   time.Time // the deadline in force, with a monotonic reading; zero: none
 	// endMS is the same by the clock of whoever set the deadline.
-	endMS   int64
-	refusal *Error // why next is not called
-	armed   bool   // the context does not end by end on its own, and is to
-	hidden  bool   // ReportOnly inside another middleware, whose arrival goes on to count
-	upgrade bool   // HTTP/1: over once hijacked
-	connect bool   // over once answered
+	endMS     int64
+	refusal   *Error    // why next is not called
+	armed     bool      // the context does not end by end on its own, and is to
+	retries   int       // as X-Retry-Count says
+	slotSince time.Time // of Limit
+	hidden    bool      // ReportOnly inside another middleware, whose arrival goes on to count
+	upgrade   bool      // HTTP/1: over once hijacked
+	connect   bool      // over once answered
 
 	// Touched by the answer's hooks, which may run on another goroutine: a
 	// reverse proxy flushes from a timer.
 	status   atomic.Int32 // the first that is an answer; 0: none so far
 	hijacked atomic.Bool
+	slot     atomic.Bool // has one of Limit
 	firm     atomic.Bool // something went out besides what ReadFrom copies
 
 	// Touched by the request's own goroutine alone.
@@ -426,8 +489,11 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 	x.upgrade = !x.connect && wantsUpgrade(r)
 	state := x.adopt(r, &header, now, m.wallAt(now))
 
-	retries := retryCount(&header)
-	m.metrics.arrived(x, now, state, x.remaining(now), retries > 0)
+	x.retries = retryCount(&header)
+	m.metrics.arrived(x, now, state, x.remaining(now), x.retries > 0)
+	if h := m.timeLeft.Load(); h != nil && state.usable() {
+		h.record(now, max(0, x.remaining(now)))
+	}
 	expired := x.expired(now)
 	switch {
 	case m.cfg.ReportOnly:
@@ -443,7 +509,7 @@ func (m *Middleware) arrive(r *http.Request) *exchange {
 	if m.cfg.Hook != nil {
 		e := Event{
 			Kind: EventArrived, Service: m.cfg.Service,
-			DeadlineMS: x.endMS, Remaining: x.remaining(now), Attempt: 1 + retries,
+			DeadlineMS: x.endMS, Remaining: x.remaining(now), Attempt: 1 + x.retries,
 		}
 		// A request that is too late has an event of its own.
 		if x.refusal != nil && !expired {
@@ -634,6 +700,7 @@ func (x *exchange) served(ctx context.Context) {
 		status = http.StatusOK
 		code = status
 	}
+	x.earn(now, code)
 	x.m.metrics.answered(code)
 	if x.m.cfg.Hook != nil {
 		x.m.cfg.Hook(x, Event{
@@ -648,6 +715,7 @@ func (x *exchange) served(ctx context.Context) {
 func (x *exchange) answer(code int) bool {
 	if x.connect {
 		x.over.Store(true)
+		x.leaveSlot(true)
 	}
 	return x.status.Load() == 0 && x.status.CompareAndSwap(0, int32(code))
 }
@@ -656,6 +724,7 @@ func (x *exchange) answer(code int) bool {
 func (x *exchange) tookOver() {
 	x.hijacked.Store(true)
 	x.over.Store(true)
+	x.leaveSlot(true)
 }
 
 // A snoop is a set of hooks that are bound to an exchange while the writer is
@@ -779,18 +848,21 @@ func (x *exchange) writeHeader(w http.ResponseWriter, code int) {
 	}
 }
 
-// refuse writes our own answer: 504, or 400 for ReasonInvalid. w is the writer
-// as it came, to which nothing has been written.
+// refuse writes our own answer: 504 for ReasonExpired, 400 for ReasonInvalid, or
+// else 503. w is the writer as it came, to which nothing has been written.
 func (x *exchange) refuse(w http.ResponseWriter, r *http.Request, reason Reason, now time.Time) {
 	code, body := http.StatusGatewayTimeout, []byte(nil)
 	problem := wantsProblem(r.Header)
 	switch {
-	case reason == ReasonInvalid:
-		code = http.StatusBadRequest
+	case reason != ReasonExpired:
+		code = http.StatusServiceUnavailable
+		if reason == ReasonInvalid {
+			code = http.StatusBadRequest
+		}
 		// The error names the header and why, and shows nothing of its value.
 		detail := x.refusal.Err.Error()
 		if problem {
-			body = fmt.Appendf(nil, `{"type":"about:blank","title":"Bad Request","status":400,"detail":%q}`+"\n", detail)
+			body = fmt.Appendf(nil, `{"type":"about:blank","title":%q,"status":%d,"detail":%q}`+"\n", http.StatusText(code), code, detail)
 		} else {
 			body = append([]byte(detail), '\n')
 		}
@@ -820,8 +892,11 @@ func (x *exchange) refuse(w http.ResponseWriter, r *http.Request, reason Reason,
 	// Set here and not left to net/http, which does not know it for HEAD.
 	h.Set("Content-Length", strconv.Itoa(len(body)))
 	h.Set(HeaderShouldRetry, "false")
-	if code == http.StatusGatewayTimeout {
+	switch code {
+	case http.StatusGatewayTimeout:
 		h.Set(HeaderDeadlineExpired, "1")
+	case http.StatusServiceUnavailable:
+		markShed(h, reason)
 	}
 	if x.probe != nil {
 		x.probe.mark(h, code)

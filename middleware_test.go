@@ -1985,3 +1985,50 @@ func BenchmarkMiddleware(b *testing.B) {
 		})
 	}
 }
+
+// A handler leaves its body to a goroutine of its own, which is inside Read, waiting
+// for a client that has sent half, when the handler returns out of time. The 504
+// still goes out, without waiting for the client; and the goroutine is let go.
+func TestOutOfTimeWhileAnotherGoroutineReads(t *testing.T) {
+	for _, hardStop := range []bool{false, true} {
+		mwEachProtocol(t, func(t *testing.T, major int) {
+			read := make(chan error, 1)
+			h := mwNew(t, MiddlewareConfig{HardStop: hardStop, Timeout: 100 * time.Millisecond}).Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+				go func() {
+					_, err := io.Copy(io.Discard, r.Body)
+					read <- err
+				}()
+				<-r.Context().Done()
+			}))
+			srv, client := mwServe(t, major, h)
+			for _, length := range []int64{-1, 100, drainBytes + 1, 1 << 20} {
+				pr, pw := io.Pipe()
+				go pw.Write([]byte("half"))
+				req, _ := http.NewRequestWithContext(t.Context(), "POST", srv.URL, pr)
+				req.ContentLength = length
+				start := time.Now()
+				resp, err := client.Do(req)
+				if err != nil {
+					t.Fatalf("length %d: %v", length, err)
+				}
+				io.Copy(io.Discard, resp.Body)
+				resp.Body.Close()
+				mwCheckExpired(t, resp)
+				took := time.Since(start)
+				t.Logf("HardStop %v, HTTP/%d, length %d: answered after %v", hardStop, major, length, took)
+				if took > 100*time.Millisecond+lingerTime+3*time.Second {
+					t.Errorf("HardStop %v, length %d: answered after %v", hardStop, length, took)
+				}
+				select {
+				case err := <-read:
+					if err == nil {
+						t.Errorf("HardStop %v, length %d: half a body was read to its end", hardStop, length)
+					}
+				case <-time.After(5 * time.Second):
+					t.Fatalf("HardStop %v, length %d: the Read goes on", hardStop, length)
+				}
+				pw.Close()
+			}
+		})
+	}
+}

@@ -34,9 +34,14 @@ const (
 // Bounds of what is collected, believed and sent.
 const (
 	maxHops = 16
-	// maxReport is the longest HeaderDebugDeadline in bytes. Proxies give an
-	// answer's header not much more than that.
+	// maxReport is the longest HeaderDebugDeadline in bytes that is believed.
 	maxReport = 4 << 10
+	// maxAnswerHeader is how long the report may make an answer's header. nginx
+	// takes one page for all of it, 4 KiB with most processors, unless
+	// proxy_buffer_size says otherwise, and answers 502 where it does not fit.
+	// What is left of the page is for the status line, what net/http adds, and
+	// what nginx notes in front of an answer that it caches.
+	maxAnswerHeader = 4<<10 - 512
 )
 
 // A hop is one attempt that answered, or the edge itself. What is not known is
@@ -186,7 +191,22 @@ func (p *probe) mark(h http.Header, status int) {
 		return
 	}
 	removeHeader(h, HeaderDebugDeadline)
-	h[HeaderDebugDeadline] = []string{p.report(status).encode(maxReport)}
+	p.report(status).set(h)
+}
+
+// set adds the report to a header, or as many of its hops as there is room for.
+// Where there is room for none it adds nothing: a probe must not break an answer
+// that would pass without it.
+func (r hopReport) set(h http.Header) {
+	room := maxAnswerHeader - len(HeaderDebugDeadline) - len(": \r\n")
+	for k, lines := range h {
+		for _, v := range lines {
+			room -= len(k) + len(": \r\n") + len(v)
+		}
+	}
+	if text := r.encode(room); len(text) <= room && !strings.HasSuffix(text, `"hops":[]}`) {
+		h[HeaderDebugDeadline] = []string{text}
+	}
 }
 
 // removeHeader removes a header in any spelling.
@@ -343,7 +363,7 @@ func (p *probeWriter) finish(x *exchange, method string) {
 	// Set here and not left to net/http, which does not know it for HEAD.
 	h.Set("Content-Length", strconv.Itoa(len(body)))
 	if method == http.MethodHead {
-		h.Set(HeaderDebugDeadline, report.encode(maxReport)) // it would get nothing else
+		report.set(h) // it would get nothing else
 	}
 	switch status {
 	case http.StatusNoContent, http.StatusResetContent, http.StatusNotModified:

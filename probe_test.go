@@ -555,6 +555,9 @@ func TestProbeIsBounded(t *testing.T) {
 		if len(lines) != 1 || len(lines[0]) > maxReport {
 			t.Fatalf("%d lines, %d bytes", len(lines), len(lines[0]))
 		}
+		if size := headerSize(resp.Header); size > maxAnswerHeader+100 { // Date, Content-Length
+			t.Errorf("the header has %d bytes", size)
+		}
 		r := probeParse(t, lines[0])
 		if !r.Truncated || tt.hops > 0 && len(r.Hops) != tt.hops || len(r.Hops) < 4 {
 			t.Errorf("%d hops, truncated: %v", len(r.Hops), r.Truncated)
@@ -574,6 +577,64 @@ func TestProbeIsBounded(t *testing.T) {
 			t.Errorf("%d hops, not truncated", len(r.Hops))
 		}
 	}
+}
+
+// An answer whose header is long already gets a short report, or none, on HEAD too.
+// Its caller knows that much less, and loses nothing.
+func TestProbeLeavesRoom(t *testing.T) {
+	bottom, base := probeServe(t, false, MiddlewareConfig{Service: "bottom", DebugEcho: everybody}, func(http.ResponseWriter, *http.Request) {})
+	tr := newTestTransport(t, Config{Base: base})
+	for _, tt := range []struct {
+		cookie   int // bytes
+		min, max int // hops
+	}{{0, 6, 6}, {2700, 3, 5}, {3200, 1, 1}, {3500, 0, 0}, {5000, 0, 0}} {
+		cookie := strings.Repeat("x", tt.cookie)
+		middle, _ := probeServe(t, false, MiddlewareConfig{Service: "middle", DebugEcho: everybody}, func(w http.ResponseWriter, r *http.Request) {
+			for range 5 {
+				resp, err := tr.RoundTrip(newRequest(t, r.Context(), "GET", bottom, nil))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				readAll(t, resp)
+			}
+			w.Header().Set("Set-Cookie", cookie)
+		})
+		resp := probeDo(t, base, "GET", middle, HeaderDebugEcho, "hop")
+		readAll(t, resp)
+		if resp.StatusCode != 200 || resp.Header.Get("Set-Cookie") != cookie {
+			t.Errorf("%d bytes: status %d, and the cookie has %d", tt.cookie, resp.StatusCode, len(resp.Header.Get("Set-Cookie")))
+		}
+		hops := 0
+		if text := resp.Header.Get(HeaderDebugDeadline); text != "" {
+			r := probeParse(t, text)
+			if hops = len(r.Hops); r.Truncated != (hops < 6) {
+				t.Errorf("%d bytes: %d hops, truncated: %v", tt.cookie, hops, r.Truncated)
+			}
+			if size := headerSize(resp.Header); size > maxAnswerHeader+100 {
+				t.Errorf("%d bytes: the header has %d", tt.cookie, size)
+			}
+		}
+		if hops < tt.min || hops > tt.max {
+			t.Errorf("%d bytes: %d hops, want %d to %d", tt.cookie, hops, tt.min, tt.max)
+		}
+
+		// What the middle does not say, the edge says of it.
+		edge, _ := probeServe(t, false, MiddlewareConfig{Service: "edge", DebugEcho: everybody}, probeProxy(t, middle, newTestTransport(t, Config{Base: base})))
+		r := probeRead(t, probeDo(t, base, "GET", edge, HeaderDebugEcho, "1"))
+		if want := 1 + max(1, hops); r.Status != 200 || len(r.Hops) != want || r.Hops[1].Status != 200 || r.Hops[1].Peer == "" {
+			t.Errorf("%d bytes: the edge has %d and\n%swant %d hops", tt.cookie, r.Status, probeShape(r), want)
+		}
+	}
+}
+
+func headerSize(h http.Header) (n int) {
+	for k, lines := range h {
+		for _, v := range lines {
+			n += len(k) + len(": \r\n") + len(v)
+		}
+	}
+	return n
 }
 
 // The edge answers with the handler's status, and with nothing else of its answer,

@@ -163,13 +163,14 @@ func TestReadmeDefaults(t *testing.T) {
 		"AdmissionConfig.MinSamples":  strconv.Itoa(stint.DefaultMinSamples),
 		"AdmissionConfig.Window":      words(stint.DefaultAdmissionWindow),
 		"MiddlewareConfig.MaxTimeout": words(stint.DefaultMaxTimeout),
+		"LimitConfig.MaxWait":         words(stint.DefaultLimitMaxWait),
 	}
 	if stint.DefaultMaxPeers != 1000 {
 		t.Errorf("DefaultMaxPeers = %d, README.md says 1,000", stint.DefaultMaxPeers)
 	}
 	for _, v := range []any{
 		stint.Config{}, stint.BudgetConfig{}, stint.Backoff{}, stint.AdmissionConfig{},
-		stint.Override{}, stint.MiddlewareConfig{}, stint.MetricsConfig{},
+		stint.Override{}, stint.MiddlewareConfig{}, stint.MetricsConfig{}, stint.LimitConfig{},
 	} {
 		typ := reflect.TypeOf(v)
 		x := findTable(t, typ.Name(), "field")
@@ -366,20 +367,23 @@ func TestReadmeTestNames(t *testing.T) {
 // its program has.
 func TestReadmeCommands(t *testing.T) {
 	n := 0
-	for _, m := range regexp.MustCompile(`\bgo (run|test) ([^\n`+"`"+`|]+)`).FindAllStringSubmatch(readme(t), -1) {
+	for _, m := range regexp.MustCompile(`(?:cd (\S+) && )?\bgo (run|test) ([^\n`+"`"+`|]+)`).FindAllStringSubmatch(readme(t), -1) {
 		n++
-		words := strings.Fields(m[2])
+		if m[1] == "stint" {
+			m[1] = "" // the clone itself
+		}
+		words := strings.Fields(m[3])
 		i := slices.IndexFunc(words, func(w string) bool { return strings.HasPrefix(w, ".") })
 		if i < 0 {
 			t.Errorf("%s: no directory", m[0])
 			continue
 		}
-		dir := strings.TrimSuffix(words[i], "...")
+		dir := filepath.Join(m[1], strings.TrimSuffix(words[i], "..."))
 		if s, err := os.Stat(dir); err != nil || !s.IsDir() {
 			t.Errorf("%s: no directory %s", m[0], dir)
 			continue
 		}
-		if m[1] == "test" {
+		if m[2] == "test" {
 			continue
 		}
 		source, err := os.ReadFile(filepath.Join(dir, "main.go"))

@@ -170,7 +170,7 @@ func (c Config) check() error {
 	errs.check(std || !c.FreshConn, "Config.FreshConn", c.FreshConn, "needs a Base that is nil or an *http.Transport")
 	errs.check(c.MaxPeers >= 1, "Config.MaxPeers", c.MaxPeers, "must be at least 1, or 0 for the default")
 	errs.check(c.Keys.valid(), "Config.Keys", c.Keys, "is not a KeyPolicy")
-	c.Budget.check(&errs)
+	c.Budget.check(&errs, "Config.Budget")
 	c.Backoff.check(&errs)
 	c.Admission.check(&errs)
 	return errs.join()
@@ -238,7 +238,6 @@ var errZeroTransport = errors.New("stint: zero Transport: use stint.NewTransport
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	var c call
 	if err := c.begin(t, req); err != nil {
-		closeBody(req)
 		return nil, err
 	}
 	defer c.end()
@@ -269,7 +268,7 @@ func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		if !c.hold(&r) {
 			return c.finish(r, ReasonHeld)
 		}
-		c.emitRetry(wait)
+		c.emitRetry(&r, wait)
 		if !c.sleep(wait) {
 			return c.abandon(r)
 		}

@@ -1521,3 +1521,86 @@ func TestNilHeader(t *testing.T) {
 		t.Error("the caller's request has a header now")
 	}
 }
+
+// P7: whichever of the configured functions panics, the panic passes, the request's
+// body is closed once, and so is an answer; no peer stays in use.
+func TestP7_PanicsInCallbacks(t *testing.T) {
+	type panics struct{ what string }
+	for name, set := range map[string]func(c *Config, panics func()){
+		"Peer":       func(c *Config, f func()) { c.Peer = func(*http.Request) string { f(); return "" } },
+		"Foreign":    func(c *Config, f func()) { c.Foreign = func(*http.Request) bool { f(); return false } },
+		"Class":      func(c *Config, f func()) { c.Admission.Class = func(*http.Request) string { f(); return "" } },
+		"RetryError": func(c *Config, f func()) { c.RetryError = func(error) bool { f(); return false } },
+		"Elsewhere": func(c *Config, f func()) {
+			c.Elsewhere = func(*http.Request, string) func(bool) { f(); return nil }
+		},
+		"Elsewhere's done": func(c *Config, f func()) {
+			c.Elsewhere = func(*http.Request, string) func(bool) { return func(bool) { f() } }
+		},
+		"RetryStatus": func(c *Config, f func()) { c.RetryStatus = func(int) bool { f(); return false } },
+		"Hook, attempt sent": func(c *Config, f func()) {
+			c.Hook = func(_ context.Context, e Event) {
+				if e.Kind == EventAttemptSent {
+					f()
+				}
+			}
+		},
+		"Hook, attempt done": func(c *Config, f func()) {
+			c.Hook = func(_ context.Context, e Event) {
+				if e.Kind == EventAttemptDone {
+					f()
+				}
+			}
+		},
+		"Hook, done": func(c *Config, f func()) {
+			c.Hook = func(_ context.Context, e Event) {
+				if e.Kind == EventDone {
+					f()
+				}
+			}
+		},
+	} {
+		for _, answered := range []bool{true, false} {
+			if answered == (name == "RetryError") {
+				continue
+			}
+			request, response := new(closeCounter), new(closeCounter)
+			taken := false
+			c := Config{MaxAttempts: 1, Base: baseFunc(func(r *http.Request) (*http.Response, error) {
+				taken = true
+				r.Body.Close()
+				if !answered {
+					return nil, io.ErrUnexpectedEOF
+				}
+				return &http.Response{StatusCode: 500, Header: http.Header{}, Body: response, ContentLength: -1}, nil
+			})}
+			if name == "RetryStatus" && !answered {
+				continue // is not asked
+			}
+			set(&c, func() { panic(panics{name}) })
+			tr := newTestTransport(t, c)
+			req := newRequest(t, t.Context(), "PUT", "http://peer.test/", io.MultiReader(strings.NewReader("body")))
+			req.Body = request
+			func() {
+				defer func() {
+					if p := recover(); p != (panics{name}) {
+						t.Errorf("%s: recovered %v", name, p)
+					}
+				}()
+				tr.RoundTrip(req)
+			}()
+			if request.closed != 1 {
+				t.Errorf("%s, answered %v: the request's body was closed %d times", name, answered, request.closed)
+			}
+			if taken && answered && response.closed != 1 {
+				t.Errorf("%s: the answer was closed %d times", name, response.closed)
+			}
+			tr.peers.byName.Range(func(_, p any) bool {
+				if n := p.(*peer).inflight.Load(); n != 0 {
+					t.Errorf("%s: %d requests are still in flight", name, n)
+				}
+				return true
+			})
+		}
+	}
+}

@@ -5,6 +5,7 @@
 //     bodies that nobody reads, kept-alive connections, upgrades, event streams,
 //     compression, HTTP/2 over TLS, and the proxies' own retries, counted in
 //     arrivals at the backend
+//   - the probe through nginx and haproxy with their default buffers
 //   - curl as the client
 //   - net/http's own resends over HTTP/1.1 and HTTP/2: connections that die,
 //     GOAWAY, refused streams

@@ -33,6 +33,11 @@ var names = []string{
 	"stint_deadline_late_seconds",
 	"stint_deadline_remaining_seconds",
 	"stint_refused_total",
+	"stint_replay_begun_total",
+	"stint_replay_requests_total",
+	"stint_replay_store_errors_total",
+	"stint_replay_store_seconds",
+	"stint_replay_waited_total",
 	"stint_server_retries_total",
 	"stint_transparent_resends_total",
 }

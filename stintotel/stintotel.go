@@ -105,6 +105,9 @@ func Hook(ctx context.Context, e stint.Event) {
 	case stint.EventExpired:
 		event(span, EventExpired,
 			ReasonKey.String(string(e.Reason)), RemainingKey.Int64(e.Remaining.Milliseconds()), TookKey.Int64(e.Took.Milliseconds()))
+	case stint.EventShed:
+		event(span, EventRefused,
+			ReasonKey.String(string(e.Reason)), RemainingKey.Int64(e.Remaining.Milliseconds()), TookKey.Int64(e.Took.Milliseconds()))
 	// The rest is about a call that the owner of the span makes. The span's own
 	// deadline is another one, so the call's goes into the event.
 	case stint.EventRetry:

@@ -246,6 +246,8 @@ func TestThreeHops(t *testing.T) {
 		t.Errorf("orders: %d events %s, want 1", len(retries), stintotel.EventRetry)
 	} else if n, _ := number(retries[0], stintotel.AttemptKey); n != 1 || text(retries[0], stintotel.PeerKey) == "" {
 		t.Errorf("the event of the retry: %v", retries[0])
+	} else if status, _ := number(retries[0], stintotel.StatusKey); status != http.StatusServiceUnavailable {
+		t.Errorf("the event of the retry has status %d, want that of the attempt that failed", status)
 	}
 
 	// The deadline is on every span of both sides, the same at both ends of an

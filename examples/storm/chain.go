@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/stinthttp/stint"
@@ -76,6 +77,9 @@ func (p plainRetries) Do(req *http.Request) (*http.Response, error) {
 type guarded struct {
 	metrics   *stint.Metrics
 	debugEcho func(*http.Request) bool // of every tier
+	clients   int                      // the ledger is so many callers of the database, each of its share
+	capped    bool                     // the database holds all their retries to one budget
+	limited   bool                     // the database has a Limit
 	halves    *[len(tiers)]halves
 }
 
@@ -92,6 +96,38 @@ func newGuarded() (guarded, error) {
 }
 
 func (g guarded) caller(peer string) (caller, error) {
+	if peer != tiers[bottom] || g.clients <= 1 {
+		return g.client(peer)
+	}
+	m := new(manyCallers)
+	for range g.clients {
+		c, err := g.client(peer)
+		if err != nil {
+			return nil, err
+		}
+		m.callers = append(m.callers, c)
+	}
+	return m, nil
+}
+
+// A manyCallers is as many instances of a service as it has callers, which take
+// turns. Each knows its own requests alone.
+type manyCallers struct {
+	callers []caller
+	next    atomic.Uint64
+}
+
+func (m *manyCallers) Do(req *http.Request) (*http.Response, error) {
+	return m.callers[m.next.Add(1)%uint64(len(m.callers))].Do(req)
+}
+
+func (m *manyCallers) CloseIdleConnections() {
+	for _, c := range m.callers {
+		c.CloseIdleConnections()
+	}
+}
+
+func (g guarded) client(peer string) (caller, error) {
 	transport, err := stint.NewTransport(stint.Config{
 		// By default a peer is called by its host and port. The ports here are
 		// new each time, and metrics read better with names.
@@ -109,6 +145,14 @@ func (g guarded) receive(tier int, next http.Handler) (http.Handler, error) {
 	config := stint.MiddlewareConfig{Service: tiers[tier], Metrics: g.metrics, DebugEcho: g.debugEcho}
 	if tier == 0 {
 		config.Timeout = timeout
+	}
+	if tier == bottom {
+		if g.capped {
+			config.RetryBudget = &stint.BudgetConfig{}
+		}
+		if g.limited {
+			config.Limit = stint.LimitConfig{MaxConcurrent: 10}
+		}
 	}
 	middleware, err := stint.NewMiddleware(config)
 	if err != nil {
@@ -132,6 +176,7 @@ type chainConfig struct {
 	guard    guard
 	capacity float64      // of the database, requests per second
 	record   *record      // nil: nothing is counted
+	inside   bool         // of the database, count what its handler gets, not what arrives
 	edge     net.Listener // nil: a free port
 	// outside, where set, wraps the edge from outside all that is measured.
 	outside func(d *database, edge http.Handler) http.Handler
@@ -157,10 +202,18 @@ func startChain(c chainConfig) (_ *chain, err error) {
 			ch.callers = append(ch.callers, next)
 			handler = service{next: next, url: ch.url}
 		}
+		inside := c.inside && tier == bottom
+		if inside {
+			handler = c.record.count(tier, handler)
+		}
 		if handler, err = c.guard.receive(tier, handler); err != nil {
 			return nil, err
 		}
-		handler = c.record.count(tier, handler)
+		if inside {
+			handler = c.record.countDoor(handler)
+		} else {
+			handler = c.record.count(tier, handler)
+		}
 		if tier == 0 && c.outside != nil {
 			handler = c.outside(ch.database, handler)
 		}

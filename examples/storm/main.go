@@ -5,6 +5,8 @@
 //
 //	go run ./examples/storm
 //	go run ./examples/storm -fault stall
+//	go run ./examples/storm -fault stall -limit
+//	go run ./examples/storm -clients 100
 //	go run ./examples/storm -serve
 //
 // It prints a table, writes the curves of both runs to storm.html, and exits
@@ -43,6 +45,36 @@ type config struct {
 	out               string
 	serve             bool
 	addr              string
+	clients           int
+	limit             bool
+}
+
+// serverSide reports whether the runs to compare are two with stint, without and
+// with what the database does for itself.
+func (c config) serverSide() bool { return c.limit || c.clients > 1 }
+
+const unguardedName = "unguarded"
+
+// guards returns the two ways to run, the second of which makes the promise.
+func (c config) guards() (names [2]string, guards [2]guard, err error) {
+	g, err := newGuarded()
+	if err != nil {
+		return names, guards, err
+	}
+	g.clients = c.clients
+	with := g
+	with.limited, with.capped = c.limit, c.clients > 1
+	if !c.serverSide() {
+		return [2]string{unguardedName, "with stint"}, [2]guard{unguarded{}, with}, nil
+	}
+	name := "with Limit"
+	switch {
+	case c.limit && c.clients > 1:
+		name = "with both"
+	case c.clients > 1:
+		name = "with a cap"
+	}
+	return [2]string{"with stint", name}, [2]guard{g, with}, nil
 }
 
 func main() {
@@ -89,6 +121,8 @@ func parse(args []string) (config, error) {
 	flags.StringVar(&c.out, "out", "storm.html", "where to write the chart")
 	flags.BoolVar(&c.serve, "serve", false, "afterwards keep the chain with stint up, with /metrics, until Ctrl-C")
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "the edge's address under -serve, on the loopback interface")
+	flags.BoolVar(&c.limit, "limit", false, "compare stint without and with a Limit at the database; see it in a stall")
+	flags.IntVar(&c.clients, "clients", 1, "how many callers of the database the requests are spread over, 1 to 500; above 1,\ncompare stint without and with a RetryBudget at the database; see it in an outage")
 	if err := flags.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return config{}, err
@@ -101,6 +135,9 @@ func parse(args []string) (config, error) {
 	}
 	if c.rps < 10 || c.rps > 500 {
 		return bad("-rps %d: must be 10 to 500", c.rps)
+	}
+	if c.clients < 1 || c.clients > 500 {
+		return bad("-clients %d: must be 1 to 500", c.clients)
 	}
 	for _, d := range []struct {
 		name string
@@ -133,15 +170,15 @@ func run(ctx context.Context, c config, out io.Writer) error {
 
 	var failed error
 	if c.fault != faultNone {
-		plain, err := storm(ctx, c, "unguarded", unguarded{}, out)
+		names, guards, err := c.guards()
 		if err != nil {
 			return err
 		}
-		g, err := newGuarded()
+		plain, err := storm(ctx, c, names[0], guards[0], out)
 		if err != nil {
 			return err
 		}
-		stinted, err := storm(ctx, c, "with stint", g, out)
+		stinted, err := storm(ctx, c, names[1], guards[1], out)
 		if err != nil {
 			return err
 		}
@@ -164,7 +201,7 @@ func run(ctx context.Context, c config, out io.Writer) error {
 // storm makes one run: a chain, its users, and the fault in the middle.
 func storm(ctx context.Context, c config, name string, g guard, out io.Writer) (summary, error) {
 	rec := newRecord()
-	chain, err := startChain(chainConfig{guard: g, capacity: headroom * float64(c.rps), record: rec})
+	chain, err := startChain(chainConfig{guard: g, capacity: headroom * float64(c.rps), record: rec, inside: c.serverSide()})
 	if err != nil {
 		return summary{}, err
 	}
@@ -227,6 +264,7 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 	if err != nil {
 		return err
 	}
+	g.clients, g.limited, g.capped = c.clients, c.limit, c.clients > 1
 	registry := prometheus.NewRegistry()
 	if err := registry.Register(g.metrics); err != nil {
 		return err

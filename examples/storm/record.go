@@ -30,6 +30,7 @@ type record struct {
 	bad     []int             // and otherwise; guarded by mu
 	retries []time.Duration   // at the bottom, marked as retries; guarded by mu
 	users   []user            // guarded by mu
+	door    int               // arrivals at the bottom, where those that are refused are not in arrived; guarded by mu
 	late    time.Duration     // how far the generator fell behind its own plan; guarded by mu
 }
 
@@ -50,6 +51,19 @@ func (r *record) count(tier int, next http.Handler) http.Handler {
 	}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		r.arrive(tier, req.Header)
+		next.ServeHTTP(w, req)
+	})
+}
+
+// countDoor wraps the bottom where count is inside its middleware.
+func (r *record) countDoor(next http.Handler) http.Handler {
+	if r == nil {
+		return next
+	}
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		r.mu.Lock()
+		r.door++
+		r.mu.Unlock()
 		next.ServeHTTP(w, req)
 	})
 }
@@ -125,6 +139,7 @@ type summary struct {
 	retryPeak     int                 // the most of them in any one second, however it is placed
 	recovery      time.Duration       // from the end of the fault; negative: not seen
 	late          time.Duration
+	refused       int   // at the bottom, before its handler; only where that is asked for
 	attempts      []int // at the bottom, per second
 	successes     []int // of users, per second
 }
@@ -157,6 +172,10 @@ func (r *record) summarise(name string, mended, length time.Duration) summary {
 		}
 	}
 	s.peak = slices.Max(append([]int{0}, r.arrived[bottom]...))
+	s.refused = r.door
+	for _, n := range r.arrived[bottom] {
+		s.refused -= n
+	}
 	for i := range int(length / time.Second) {
 		s.attempts = append(s.attempts, at(r.arrived[bottom], i))
 		s.successes = append(s.successes, at(r.good, i))

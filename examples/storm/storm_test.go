@@ -82,6 +82,77 @@ func TestStorm(t *testing.T) {
 	checkPage(t, path)
 }
 
+// TestStormServerSide compares what the database does for itself, over real
+// sockets, short and light: with a hundred callers in an outage, and with a limit
+// in a stall. The exact figures are proven in virtual time elsewhere.
+func TestStormServerSide(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes seven seconds")
+	}
+	for _, test := range []struct {
+		args  string
+		check func(t *testing.T, without, with summary)
+	}{
+		{"-clients 100", func(t *testing.T, without, with summary) {
+			if got := with.amplification[bottom]; got > 1.3 {
+				t.Errorf("%.2f attempts get to the database's handler per user request, want about 1.1", got)
+			}
+			if without.amplification[bottom] < 1.5 || with.refused < 10 {
+				t.Errorf("without a cap %.2f attempts per user request, want nearly 2; with it %d refused", without.amplification[bottom], with.refused)
+			}
+		}},
+		{"-limit -fault stall", func(t *testing.T, without, with summary) {
+			// In the stall 65 requests pile up, or ten and what is tried.
+			if with.refused < 10 || with.amplification[bottom] > 0.8 || without.amplification[bottom] < 0.95 {
+				t.Errorf("%d refused; of each request of the stall %.2f get to the database's handler, without a limit %.2f",
+					with.refused, with.amplification[bottom], without.amplification[bottom])
+			}
+		}},
+	} {
+		t.Run(test.args, func(t *testing.T) {
+			t.Parallel()
+			c, err := parse(strings.Fields(test.args))
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.rps, c.warm, c.hold, c.after = 50, time.Second, 1300*time.Millisecond, time.Second
+			names, guards, err := c.guards()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var runs [2]summary
+			for i := range runs {
+				if runs[i], err = storm(t.Context(), c, names[i], guards[i], io.Discard); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r := newReport(c, runs[0], runs[1])
+			t.Logf("\n%s", r.table())
+			if without := runs[0]; without.refused > 5 {
+				t.Errorf("%s: %d refused, want next to none", without.name, without.refused)
+			}
+			if r.late() > busyFrom {
+				t.Logf("not looking further: the machine is busy, users came up to %v late", r.late())
+			} else {
+				test.check(t, runs[0], runs[1])
+			}
+			path := filepath.Join(t.TempDir(), "storm.html")
+			if err := r.writeHTML(path); err != nil {
+				t.Fatal(err)
+			}
+			text, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, want := range append(names[:], "refused in front of the database") {
+				if !strings.Contains(string(text), want) {
+					t.Errorf("the page does not say %q", want)
+				}
+			}
+		})
+	}
+}
+
 // checkPage looks at what every page must have.
 func checkPage(t *testing.T, path string) {
 	t.Helper()
@@ -234,7 +305,7 @@ func TestRecovery(t *testing.T) {
 
 func TestParse(t *testing.T) {
 	for _, bad := range []string{
-		"-fault fire", "-fault none", "-rps 0", "-rps 501", "-hold 0s", "-after 2m", "-addr :8080", "-addr 192.0.2.1:80", "-addr nonsense", "now",
+		"-fault fire", "-fault none", "-rps 0", "-rps 501", "-clients 0", "-clients 501", "-hold 0s", "-after 2m", "-addr :8080", "-addr 192.0.2.1:80", "-addr nonsense", "now",
 	} {
 		_, err := parse(strings.Fields(bad))
 		if !errors.As(err, new(usageError)) {

@@ -197,13 +197,47 @@ var rows = []row{
 		},
 		{
 			title: "Refused on arrival", unit: perSecond,
-			about:   "expired: a 504 before any work. invalid: a 400, with RejectInvalid.",
+			about:   "expired: a 504 before any work. invalid: a 400, with RejectInvalid. limit, queue: a 503 by Limit. retries: a 503, more than RetryBudget allows.",
 			queries: one("{{service}} {{reason}}", `sum by (service, reason) (rate(stint_refused_total{job=~"$job", service=~"$service", service!=""}[$__rate_interval]))`),
 		},
 		{
 			title: "Deadline headers", unit: perSecond, stack: true,
 			about:   "By what they were. Anything but present, absent and multiple is a caller to be found.",
 			queries: one("{{service}} {{state}}", `sum by (service, state) (rate(stint_deadline_headers_total{job=~"$job", service=~"$service|"}[$__rate_interval])) > 0`),
+		},
+	}},
+	{"Executed once (package replay)", []panel{
+		{
+			title: "Requests with a key", unit: perSecond, stack: true,
+			about:   "By what became of them. replayed: a retry that did no work twice. store_error: a 503 because the store failed.",
+			queries: one("{{service}} {{outcome}}", `sum by (service, outcome) (rate(stint_replay_requests_total{job=~"$job", service=~"$service"}[$__rate_interval])) > 0`),
+		},
+		{
+			title: "Runs whose effect is not known", unit: share,
+			about: "unknown: the handler ended in a way that says nothing. unsaved: the store failed when its answer was there. Per run begun.",
+			queries: one(byService, `sum by (job, service) (rate(stint_replay_requests_total{outcome=~"unknown|unsaved", job=~"$job", service=~"$service"}[$__rate_interval]))`+
+				` / (sum by (job, service) (rate(stint_replay_begun_total{job=~"$job", service=~"$service"}[$__rate_interval])) > 0)`),
+		},
+		{
+			title: "Keys taken over", unit: perSecond,
+			about:   "From runs that never ended, since their process died or could not renew its lease.",
+			queries: one(byService, `sum by (job, service) (rate(stint_replay_begun_total{state="taken", job=~"$job", service=~"$service"}[$__rate_interval]))`),
+		},
+		{
+			title: "Requests that waited for another one", unit: perSecond,
+			about:   "With the same key: clients that retry while the first attempt still runs.",
+			queries: one(byService, `sum by (job, service) (rate(stint_replay_waited_total{job=~"$job", service=~"$service"}[$__rate_interval]))`),
+		},
+		{
+			title: "Calls of the store that failed", unit: perSecond,
+			about:   "begin: the request gets 503. finish: its answer is delivered, and not stored.",
+			queries: one("{{service}} {{op}}", `sum by (service, op) (rate(stint_replay_store_errors_total{job=~"$job", service=~"$service"}[$__rate_interval]))`),
+		},
+		{
+			title: "Time that the store took, p99", unit: seconds,
+			about: "Two calls, begin and finish, are added to a request that runs, one to a replay.",
+			queries: one("{{service}} {{op}}", `histogram_quantile(0.99, sum by (service, op, le) (rate(stint_replay_store_seconds_bucket{job=~"$job", service=~"$service"}[$__rate_interval])))`+
+				` and sum by (service, op) (rate(stint_replay_store_seconds_count{job=~"$job", service=~"$service"}[$__rate_interval])) > 0`),
 		},
 	}},
 	{"What should be zero", []panel{
