@@ -90,7 +90,7 @@ func startPair(t *testing.T) *pair {
 
 func (p *pair) do(s *servers.Redis, args ...any) any {
 	p.t.Helper()
-	c := connectServer(s)
+	c := redis.NewClient(&redis.Options{Addr: s.Addr()})
 	defer c.Close()
 	v, err := c.Do(ctx, args...).Result()
 	ok(p.t, "command", err)

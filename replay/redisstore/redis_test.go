@@ -20,7 +20,6 @@ import (
 
 	"github.com/stinthttp/stint"
 	"github.com/stinthttp/stint/replay"
-	"github.com/stinthttp/stint/replay/internal/servers"
 	"github.com/stinthttp/stint/replay/redisstore"
 	"github.com/stinthttp/stint/replay/storetest"
 )
@@ -396,8 +395,4 @@ func TestRedisIsDown(t *testing.T) {
 	if w.Code != 503 || !strings.Contains(w.Body.String(), `"reason":"store_error"`) || w.Header().Get("X-Should-Retry") != "true" {
 		t.Fatalf("got %d %s", w.Code, w.Body)
 	}
-}
-
-func connectServer(s *servers.Redis) *redis.Client {
-	return redis.NewClient(&redis.Options{Addr: s.Addr()})
 }
