@@ -162,7 +162,7 @@ type fleet struct {
 }
 
 // newFleet starts both. Prometheus evaluates the rules as o renders them.
-func newFleet(t *testing.T, o Options) *fleet {
+func newFleet(t *testing.T, o Options, others ...string) *fleet {
 	t.Helper()
 	if testing.Short() {
 		t.Skip("takes minutes")
@@ -187,6 +187,9 @@ scrape_configs:
   - job_name: storm
     static_configs: [{targets: [%q]}]
 `, strings.TrimPrefix(f.storm, "http://")),
+	}
+	for _, addr := range others {
+		files["prometheus.yml"] += fmt.Sprintf("  - job_name: %q\n    static_configs: [{targets: [%q]}]\n", addr, addr)
 	}
 	for name, text := range files {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
@@ -484,6 +487,12 @@ var wants = map[string][]want{
 	"Callers that run out of time":                {{5, "peer=database", 0, 5}},
 	"Refused on arrival":                          {{5, "service=edge reason=expired", 0.5, 4}},
 	"Deadline headers":                            {{20, "service=database state=present", 7, 15}},
+	"Requests with a key":                         {{20, "service=orders outcome=replayed", 0.5, 20}},
+	"Runs whose effect is not known":              {{1, "service=orders", 0.1, 0.9}},
+	"Keys taken over":                             {{20, "service=orders", 0.3, 20}},
+	"Requests that waited for another one":        {{20, "service=orders", 0.3, 20}},
+	"Calls of the store that failed":              {{20, "service=orders op=begin", 0.3, 20}},
+	"Time that the store took, p99":               {{5, "service=orders op=begin", 1e-9, 5}},
 	"Clocks that are wrong":                       {{1, "side=server service=edge", 0, 1}},
 	"Resends by net/http":                         {{0, "peer=database", 0, 0}},
 }
@@ -491,7 +500,7 @@ var wants = map[string][]want{
 // TestPanels queries every panel of the dashboard while the storm runs.
 func TestPanels(t *testing.T) {
 	t.Parallel()
-	f := newFleet(t, Options{})
+	f := newFleet(t, Options{}, startOrders(t))
 	f.set("fault", "partial")
 	go func() {
 		for t.Context().Err() == nil {

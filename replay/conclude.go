@@ -10,7 +10,7 @@ import (
 // for the answer.
 func (x *exchange) finishContext() (context.Context, context.CancelFunc) {
 	ctx := context.WithoutCancel(x.r.Context())
-	if x.m.local {
+	if x.m.memory != nil {
 		return ctx, func() {}
 	}
 	limit := finishTime
@@ -28,6 +28,9 @@ func (x *exchange) finish(ctx context.Context, a *answer) (*answer, error) {
 	for again := false; ; again = true {
 		encoded := a.encode()
 		err := x.m.call(opFinish, func() error {
+			if x.m.memory != nil {
+				return x.m.memory.finish(ctx, x.key, a.fence, encoded, x.m.cfg.TTL)
+			}
 			return x.m.cfg.Store.Finish(ctx, x.key, a.fence, encoded, x.m.cfg.TTL)
 		})
 		if err == nil || errors.Is(err, ErrLost) || again || ctx.Err() != nil {
@@ -141,6 +144,9 @@ func (x *exchange) finished(a *answer, err error) ending {
 // reclaim finds out who has the key, where Finish has found that it is no longer
 // this run.
 func (x *exchange) reclaim(ctx context.Context, a *answer) ending {
+	// Not as long as a request may wait that has nothing to say.
+	ctx, cancel := context.WithTimeout(ctx, finishTime)
+	defer cancel()
 	claim, err := x.acquire(ctx)
 	switch {
 	case err != nil:

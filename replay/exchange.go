@@ -163,7 +163,7 @@ func (m *Middleware) leaseFor(left time.Duration, bounded bool) time.Duration {
 func (x *exchange) begin(ctx context.Context) (claim Claim, err error) {
 	left, bounded := timeLeft(ctx)
 	lease := x.m.leaseFor(left, bounded)
-	if !x.m.local {
+	if x.m.memory == nil {
 		limit := x.m.cfg.StoreTimeout
 		if bounded {
 			limit = min(limit, max(left/4, minReserve))

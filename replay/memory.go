@@ -179,6 +179,11 @@ func (m *Memory) Renew(ctx context.Context, key [32]byte, fence int64, lease tim
 // Finish implements [Store]. It returns [ErrFull] for an answer for which there
 // is no room although nothing else is kept.
 func (m *Memory) Finish(ctx context.Context, key [32]byte, fence int64, answer []byte, ttl time.Duration) error {
+	return m.finish(ctx, key, fence, append(make([]byte, 0, len(answer)), answer...), ttl)
+}
+
+// finish is Finish for an answer that nobody else will touch.
+func (m *Memory) finish(ctx context.Context, key [32]byte, fence int64, answer []byte, ttl time.Duration) error {
 	now, err := m.enter(ctx)
 	if err != nil {
 		return err
@@ -191,8 +196,7 @@ func (m *Memory) Finish(ctx context.Context, key [32]byte, fence int64, answer [
 	if !m.makeRoomLocked(0, int64(len(answer)), now) {
 		return ErrFull
 	}
-	// Not shared, and not a byte longer than it is.
-	r.answer = append(make([]byte, 0, len(answer)), answer...)
+	r.answer = answer
 	r.done, r.expiry = true, now+ttl
 	m.bytes += int64(len(answer))
 	m.inFlight.remove(r)

@@ -11,8 +11,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-
-	"github.com/felixge/httpsnoop"
 )
 
 // A recorder holds back the handler's answer until it is stored. An answer that
@@ -298,99 +296,4 @@ func (rec *recorder) answer(a *answer, fence int64) {
 	a.kind, a.length = kindAnswer, rec.declared >= 0
 	a.header, a.trailers = difference(rec.entry, rec.header), trailersOf(rec.header, rec.w.Header())
 	a.body = rec.body
-}
-
-// A snoop is a set of hooks that are bound to a recorder while the writer is
-// wrapped and at no other time; see the middleware of package stint.
-type snoop struct {
-	rec   *recorder
-	hooks httpsnoop.Hooks
-}
-
-var snoops = sync.Pool{New: func() any {
-	s := new(snoop)
-	s.hooks = httpsnoop.Hooks{
-		WriteHeader: func(httpsnoop.WriteHeaderFunc) httpsnoop.WriteHeaderFunc { return s.rec.WriteHeader },
-		Write:       func(httpsnoop.WriteFunc) httpsnoop.WriteFunc { return s.rec.Write },
-		WriteString: func(httpsnoop.WriteStringFunc) httpsnoop.WriteStringFunc { return s.rec.WriteString },
-		ReadFrom:    func(httpsnoop.ReadFromFunc) httpsnoop.ReadFromFunc { return s.rec.ReadFrom },
-		Flush:       func(httpsnoop.FlushFunc) httpsnoop.FlushFunc { return s.rec.Flush },
-		FlushError:  func(httpsnoop.FlushErrorFunc) httpsnoop.FlushErrorFunc { return s.rec.FlushError },
-		Hijack:      func(httpsnoop.HijackFunc) httpsnoop.HijackFunc { return s.rec.Hijack },
-	}
-	return s
-}}
-
-// writer returns the handler's writer. It offers the optional interfaces of the
-// writer below, and those that http.ResponseController would find further down:
-// what is flushed there would overtake what is held back here.
-func (rec *recorder) writer() http.ResponseWriter {
-	s := snoops.Get().(*snoop)
-	s.rec = rec
-	wrapped := httpsnoop.Wrap(reachable(rec.w), s.hooks)
-	s.rec = nil
-	snoops.Put(s)
-	return wrapped
-}
-
-func reachable(w http.ResponseWriter) http.ResponseWriter {
-	_, flush := w.(http.Flusher)
-	_, hijack := w.(http.Hijacker)
-	if flush && hijack {
-		return w
-	}
-	deepFlush, deepHijack := flush, hijack
-	for u := w; !deepFlush || !deepHijack; {
-		below, ok := u.(interface{ Unwrap() http.ResponseWriter })
-		if !ok {
-			break
-		}
-		u = below.Unwrap()
-		if _, ok := u.(http.Flusher); ok {
-			deepFlush = true
-		}
-		if _, ok := u.(interface{ FlushError() error }); ok {
-			deepFlush = true
-		}
-		if _, ok := u.(http.Hijacker); ok {
-			deepHijack = true
-		}
-	}
-	if _, ok := w.(interface{ FlushError() error }); ok {
-		deepFlush = true // and no Flush: the controller uses it
-	}
-	switch d := (deep{w}); {
-	case deepFlush == flush && deepHijack == hijack:
-		return w
-	case deepFlush && deepHijack:
-		return struct {
-			deep
-			http.Flusher
-			http.Hijacker
-		}{d, d.flusher(), d.hijacker()}
-	case deepFlush:
-		return struct {
-			deep
-			http.Flusher
-		}{d, d.flusher()}
-	default:
-		return struct {
-			deep
-			http.Hijacker
-		}{d, d.hijacker()}
-	}
-}
-
-// deep is a writer whose optional methods are those of a writer below it.
-type deep struct{ http.ResponseWriter }
-
-func (d deep) Unwrap() http.ResponseWriter { return d.ResponseWriter }
-func (d deep) flusher() http.Flusher       { return deepMethods{d.ResponseWriter} }
-func (d deep) hijacker() http.Hijacker     { return deepMethods{d.ResponseWriter} }
-
-type deepMethods struct{ w http.ResponseWriter }
-
-func (d deepMethods) Flush() { http.NewResponseController(d.w).Flush() }
-func (d deepMethods) Hijack() (net.Conn, *bufio.ReadWriter, error) {
-	return http.NewResponseController(d.w).Hijack()
 }

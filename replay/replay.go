@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/http"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -152,8 +153,9 @@ func (c *Config) validate() error {
 	for _, method := range c.Methods {
 		switch method {
 		case http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodConnect, "":
-			errs.check(false, "Config.Methods", strconv.Quote(method), "is not a method whose repetition has an answer to replay")
+			errs.check(false, "Config.Methods", strconv.Quote(method), "is not a method whose requests run once")
 		}
+		errs.check(method == strings.ToUpper(method), "Config.Methods", strconv.Quote(method), "must be in upper case")
 	}
 	duration := func(d *time.Duration, zero, least, most time.Duration, name, reason string) {
 		if *d == 0 {
@@ -187,7 +189,7 @@ type Middleware struct {
 	cfg     Config
 	methods map[string]bool
 	metrics *serviceMetrics
-	local   bool // the store is in this process: its calls need no time limit
+	memory  *Memory // the store, if it is one: its calls need no time limit
 	shared  bool
 	waiters atomic.Int64
 
@@ -208,7 +210,7 @@ func New(c Config) (*Middleware, error) {
 	for _, method := range c.Methods {
 		m.methods[method] = true
 	}
-	_, m.local = c.Store.(*Memory)
+	m.memory, _ = c.Store.(*Memory)
 	return m, nil
 }
 

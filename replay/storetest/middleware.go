@@ -14,6 +14,7 @@ import (
 	"net/http/httptest"
 	"reflect"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -68,6 +69,7 @@ var middlewareCases = []struct {
 	{"S13_ClientLeaves", s13},
 	{"S14_TooLargeToKeep", s14},
 	{"S15_Streams", s15},
+	{"S15_Trailers", s15trailers},
 	{"S16_Upgrades", s16},
 	{"S17_HeadersNotKept", s17},
 	{"S18_HeadersFromOutside", s18},
@@ -794,6 +796,30 @@ func s15(f *fixture) {
 	f.runs(&n, 1)
 }
 
+// Trailers are a part of the answer as well.
+func s15trailers(f *fixture) {
+	s := f.serve(f.middleware(nil).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Trailer", "X-Sum")
+		io.WriteString(w, strings.Repeat("x", 10_000))
+		w.Header().Set("X-Sum", "declared")
+		w.Header().Set(http.TrailerPrefix+"X-More", "and not")
+	})))
+	key := newKey()
+	for range 2 {
+		req, _ := http.NewRequest("POST", s.URL, strings.NewReader("body"))
+		req.Header["idempotency-key"] = []string{key}
+		resp, err := s.Client().Do(req)
+		if err != nil {
+			f.Fatal(err)
+		}
+		io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+		if a, b := resp.Trailer.Get("X-Sum"), resp.Trailer.Get("X-More"); a != "declared" || b != "and not" || resp.Header.Get("X-Sum") != "" {
+			f.Errorf("replayed %q: trailers %v, header %v", resp.Header.Get("Idempotent-Replayed"), resp.Trailer, resp.Header)
+		}
+	}
+}
+
 func s16(f *fixture) {
 	var n atomic.Int64
 	h := f.middleware(nil).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -1052,6 +1078,12 @@ func s21(f *fixture) {
 	close(taken)
 	f.want(<-first, 200, "run 2") // the one answer
 	f.want(send(s1, "POST", "/", key, "body"), 200, "run 2")
+	// An event comes after its answer.
+	for end := time.Now().Add(10 * time.Second); !slices.Contains(f.outcomes(), replay.OutcomeLost); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			f.Fatalf("outcomes %q, want one that is lost", f.outcomes())
+		}
+	}
 	if a, b := fences[1].Load(), fences[2].Load(); a <= 0 || b <= a {
 		f.Errorf("fences %d, then %d, want them to grow", a, b)
 	}
