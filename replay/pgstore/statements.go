@@ -6,14 +6,15 @@ import _ "embed"
 var schema string
 
 // beginSQL claims a key that is not there: $1 key, $2 print, $3 lease and $4 ttl in
-// µs. No row: somebody has it. DO NOTHING and no DO UPDATE with a condition, which
-// would lock the row of a record that is merely looked at, and so wait for a
-// handler's transaction that has finished it.
+// µs. No row: somebody has it. It looks before it inserts, since ON CONFLICT, with
+// whatever action, waits for a transaction that has changed the row: that of a
+// handler which has finished it and is about to commit.
 const beginSQL = `
 INSERT INTO stint_replay (key, print, fence, lease_end, expires_at)
-VALUES ($1, $2, nextval('stint_replay_fence'),
+SELECT $1, $2, nextval('stint_replay_fence'),
 	clock_timestamp() + $3::bigint * interval '1 microsecond',
-	clock_timestamp() + $4::bigint * interval '1 microsecond')
+	clock_timestamp() + $4::bigint * interval '1 microsecond'
+WHERE NOT EXISTS (SELECT FROM stint_replay WHERE key = $1)
 ON CONFLICT (key) DO NOTHING
 RETURNING fence`
 
