@@ -48,6 +48,7 @@ type Report struct {
 	Differing               int            // answers that are not their row's
 	Calls, Replayed         int            // by clients; and how many answers were those of an earlier run
 	Repeated                int            // operations asked for again after their answer
+	Unannounced             int            // answers without the key, which say that they are not kept
 	Errors                  map[string]int // calls that ended without the answer, by kind
 	Untyped                 []string       // errors that are of no known type
 	TakenOver               int            // rows that a later run of the same key has written again (redis)
@@ -380,7 +381,8 @@ func (f *fire) work(ctx context.Context) error {
 }
 
 // operate asks until it has the answer, as a user would: under the key that the
-// transport has made for the first call. One in ten asks once more.
+// transport has made for the first call. One in ten asks once more, if the answer has
+// the key in it, which is the promise that it can be had again.
 func (f *fire) operate(ctx context.Context, client *http.Client, n int) error {
 	key := ""
 	var first string
@@ -391,10 +393,10 @@ func (f *fire) operate(ctx context.Context, client *http.Client, n int) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		token, replayed, sent, err := f.call(ctx, client, n, key)
+		a, err := f.call(ctx, client, n, key)
 		f.add(func(r *Report) {
 			r.Calls++
-			if replayed {
+			if a.replayed {
 				r.Replayed++
 			}
 			if err != nil {
@@ -406,22 +408,25 @@ func (f *fire) operate(ctx context.Context, client *http.Client, n int) error {
 			}
 		})
 		if key == "" {
-			key = sent
+			key = a.key
 		}
 		switch {
 		case err != nil:
 			sleep(ctx, rand.N(200*time.Millisecond))
 		case first == "":
-			first = token
+			first = a.token
 			f.mu.Lock()
-			f.tokens[n] = token
+			f.tokens[n] = a.token
 			f.mu.Unlock()
-			if n%10 != 0 {
+			if !a.announced {
+				f.add(func(r *Report) { r.Unannounced++ })
+			}
+			if n%10 != 0 || !a.announced {
 				return nil
 			}
 			f.add(func(r *Report) { r.Repeated++ })
 		default:
-			if token != first || !replayed {
+			if a.token != first || !a.replayed {
 				f.add(func(r *Report) { r.Differing++ })
 			}
 			return nil
@@ -442,31 +447,42 @@ func (e *statusError) Error() string {
 	return fmt.Sprintf("%d %s", e.status, e.reason)
 }
 
-func (f *fire) call(ctx context.Context, client *http.Client, n int, key string) (token string, replayed bool, sent string, err error) {
+// An answer is what a call has brought.
+type answer struct {
+	token               string
+	replayed, announced bool
+	key                 string // that was sent, also where there is no answer
+}
+
+func (f *fire) call(ctx context.Context, client *http.Client, n int, key string) (a answer, err error) {
 	var o stint.Outcome
 	ctx = stint.WithOverride(ctx, stint.Override{IdempotencyKey: key, Outcome: &o})
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+f.front.addr()+"/operations", strings.NewReader(strconv.Itoa(n)))
 	if err != nil {
-		return "", false, "", err
+		return a, err
 	}
 	resp, err := client.Do(req)
+	a.key = o.Key
 	if err != nil {
-		return "", false, o.Key, err
+		return a, err
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(resp.Body)
 	if err != nil {
-		return "", false, o.Key, err
+		return a, err
 	}
 	if resp.StatusCode != http.StatusCreated {
 		var problem struct{ Reason string }
 		json.Unmarshal(body, &problem)
-		return "", false, o.Key, &statusError{resp.StatusCode, problem.Reason}
+		return a, &statusError{resp.StatusCode, problem.Reason}
 	}
 	if uuid.Validate(string(body)) != nil {
-		return "", false, o.Key, fmt.Errorf("the answer %q", body)
+		return a, fmt.Errorf("the answer %q", body)
 	}
-	return string(body), resp.Header.Get("Idempotent-Replayed") == "true", o.Key, nil
+	a.token = string(body)
+	a.replayed = resp.Header.Get("Idempotent-Replayed") == "true"
+	a.announced = resp.Header.Get(stint.HeaderIdempotencyKey) == o.Key
+	return a, nil
 }
 
 // kindOf returns what an error is, "" for one that a client cannot tell.
@@ -480,7 +496,8 @@ func kindOf(err error) string {
 		return ""
 	case errors.As(err, &ours):
 		return "stint.Error: " + string(ours.Reason)
-	case errors.As(err, &network), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF):
+	case errors.As(err, &network), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, io.EOF),
+		strings.HasSuffix(err.Error(), "http: server closed idle connection"): // which net/http does not export
 		return "the connection was lost"
 	case errors.As(err, &cut) && cut.Timeout():
 		return "timeout"

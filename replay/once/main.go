@@ -63,6 +63,7 @@ func show(w io.Writer, store string, r *Report) {
 	fmt.Fprintf(w, "%s: %.3f rows per key (%d keys, %d rows, between %d and %d each)\n", store, r.PerKey(), r.Keys, r.Rows, r.Least, r.Most)
 	fmt.Fprintf(w, "  answers that are not those of their row: %d\n", r.Differing)
 	fmt.Fprintf(w, "  %d calls in %v; %d answers were those of an earlier run, %d operations were asked for again\n", r.Calls, r.Took.Round(time.Second), r.Replayed, r.Repeated)
+	fmt.Fprintf(w, "  answers that did not say that they are kept: %d\n", r.Unannounced)
 	fmt.Fprintf(w, "  processes: %d killed, %d killed themselves at the worst moment, %d paused beyond their lease\n", r.Killed, r.Crashed, r.Paused)
 	fmt.Fprintf(w, "  connections: %d answers cut, %d cut to the store; the store stood still %d times and was killed %d times\n", r.AnswersCut, r.StoreCut, r.Stalls, r.StoreKilled)
 	if store == "redis" {

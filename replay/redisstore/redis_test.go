@@ -282,7 +282,7 @@ func TestRedisStands(t *testing.T) {
 }
 
 // A Redis that has no memory left refuses to begin, and refuses to keep an answer.
-func TestRedisFull(t *testing.T) {
+func TestRedisS24_Full(t *testing.T) {
 	server := start(t, "--maxmemory-policy", "noeviction")
 	c := connect(t, server, redis.Options{})
 	store := open(t, c)
