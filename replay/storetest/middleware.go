@@ -79,6 +79,7 @@ var middlewareCases = []struct {
 	{"S22_ProcessKilled", s22},
 	{"S25_RecordGoneAtTheEnd", s25},
 	{"S26_FinishedByTheHandler", s26},
+	{"E01_AnswerCutAfterTheEffect", e01},
 }
 
 // fixture is one case.
