@@ -81,6 +81,7 @@ type guarded struct {
 	clients   int                      // the ledger is so many callers of the database, each of its share
 	capped    bool                     // the database holds all their retries to one budget
 	limited   bool                     // the database has a Limit
+	hedged    bool                     // the ledger hedges; in one layer, or hedges would multiply
 	halves    *[len(tiers)]halves
 }
 
@@ -134,6 +135,9 @@ func (g guarded) client(peer string) (caller, error) {
 	// time, and metrics read better with names.
 	config.Peer = func(*http.Request) string { return peer }
 	config.Metrics = g.metrics
+	if g.hedged && peer == tiers[bottom] {
+		config.Hedge = stint.HedgeConfig{Quantile: 0.95}
+	}
 	transport, err := stint.NewTransport(config)
 	if err != nil {
 		return nil, err

@@ -6,6 +6,7 @@
 //	go run ./examples/storm
 //	go run ./examples/storm -fault stall
 //	go run ./examples/storm -fault stall -limit
+//	go run ./examples/storm -fault tail -hedge
 //	go run ./examples/storm -clients 100
 //	go run ./examples/storm -fault stall -throttle -headroom 1.1 -after 45s
 //	go run ./examples/storm -serve
@@ -46,6 +47,7 @@ type config struct {
 	clients           int
 	limit             bool
 	throttle          bool
+	hedge             bool
 	headroom          float64 // what the database can take, as a multiple of what users ask
 }
 
@@ -54,7 +56,7 @@ type config struct {
 func (c config) serverSide() bool { return c.limit || c.clients > 1 }
 
 // bothStint reports whether the runs to compare are two with stint.
-func (c config) bothStint() bool { return c.serverSide() || c.throttle }
+func (c config) bothStint() bool { return c.serverSide() || c.throttle || c.hedge }
 
 const unguardedName = "unguarded"
 
@@ -67,14 +69,16 @@ func (c config) guards() (names [2]string, guards [2]guard, err error) {
 	g.clients = c.clients
 	with := g
 	with.limited, with.capped = c.limit, c.clients > 1
-	with.config.Throttle = c.throttle
+	with.config.Throttle, with.hedged = c.throttle, c.hedge
 	if !c.bothStint() {
 		return [2]string{unguardedName, "with stint"}, [2]guard{unguarded{}, with}, nil
 	}
 	name := "with Limit"
 	switch {
-	case c.throttle && c.serverSide():
+	case c.throttle && c.serverSide(), c.hedge && (c.throttle || c.serverSide()):
 		name = "with all"
+	case c.hedge:
+		name = "with Hedge"
 	case c.throttle:
 		name = "with Throttle"
 	case c.limit && c.clients > 1:
@@ -130,6 +134,7 @@ func parse(args []string) (config, error) {
 	flags.BoolVar(&c.serve, "serve", false, "afterwards keep the chain with stint up, with /metrics, until Ctrl-C")
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "the edge's address under -serve, on the loopback interface")
 	flags.BoolVar(&c.throttle, "throttle", false, "compare stint without and with Config.Throttle; see it in a stall, with -headroom 1.1 -after 45s")
+	flags.BoolVar(&c.hedge, "hedge", false, "compare stint without and with Config.Hedge in the ledger; see it with -fault tail")
 	flags.Float64Var(&c.headroom, "headroom", 2.5, "what the database can take, as a multiple of -rps, 1.05 to 10")
 	flags.BoolVar(&c.limit, "limit", false, "compare stint without and with a Limit at the database; see it in a stall")
 	flags.IntVar(&c.clients, "clients", 1, "how many callers of the database the requests are spread over, 1 to 500; above 1,\ncompare stint without and with a RetryBudget at the database; see it in an outage")

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
 )
 
 // TestStorm makes both runs over real sockets, short and light. What the budget
@@ -376,5 +378,64 @@ func TestThrottle(t *testing.T) {
 	}
 	if strings.Contains(string(html), "nguarded") {
 		t.Error("the page speaks of a chain that did not run")
+	}
+}
+
+// S23 in real time: where a few answers are late, a hedge in the ledger takes the
+// wait from the users, for few attempts more.
+func TestHedge(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes some seconds")
+	}
+	c := config{fault: faultTail, rps: 200, warm: 3 * time.Second, hold: 3 * time.Second, after: time.Second, headroom: 2.5, clients: 1, hedge: true}
+	names, guards, err := c.guards()
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain, err := storm(t.Context(), c, names[0], guards[0], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hedged, err := storm(t.Context(), c, names[1], guards[1], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := newReport(c, plain, hedged)
+	t.Log("\n" + r.table())
+	if plain.name != "with stint" || hedged.name != "with Hedge" {
+		t.Errorf("the runs are %q and %q", plain.name, hedged.name)
+	}
+	if r.late() > busyFrom {
+		t.Skipf("the machine is busy: users came up to %v late", r.late())
+	}
+	// By how much the tail is cut depends on how busy the machine is: a hedge that
+	// comes for no reason takes the budget of one that is needed.
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(guards[1].(guarded).metrics)
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	won := 0.0
+	for _, f := range families {
+		if f.GetName() == "stint_hedge_wins_total" {
+			for _, m := range f.GetMetric() {
+				won += m.GetCounter().GetValue()
+			}
+		}
+	}
+	if plain.p99 < tailDelay || won == 0 {
+		t.Errorf("99 %% of the users are answered within %v, and with hedges within %v; %.0f hedges won", plain.p99, hedged.p99, won)
+	}
+	if got := hedged.amplification[bottom]; got > 1.11 {
+		t.Errorf("%.2f attempts at the database per user request", got)
+	}
+	html := filepath.Join(t.TempDir(), "storm.html")
+	if err := r.writeHTML(html); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(html)
+	if err != nil || !strings.Contains(string(text), "How long users wait") || !strings.Contains(string(text), "99 % of them") {
+		t.Errorf("the page lacks the chart or the row: %v", err)
 	}
 }
