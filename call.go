@@ -43,6 +43,7 @@ type call struct {
 	resends  int            // by net/http itself, within the attempts
 	repeats  int            // those of them that the peer may have executed
 	inHand   *http.Response // the answer that nobody has closed or returned yet
+	spare    *http.Response // and another, of two attempts at a time
 	held     bool           // it counts in peer.held
 	counted  bool           // the outcome is
 
@@ -476,7 +477,7 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 // count counts the request's end, once, and fills in what its caller asked for.
 func (c *call) count(o outcome, reason Reason) {
 	c.counted = true
-	c.peer.metrics.done(c.ctx, o, c.attempts)
+	c.peer.metrics.done(c.ctx, o, c.attempts, c.last != nil && c.last.number > 1)
 	if out := c.opts.Outcome; out != nil {
 		*out = Outcome{Attempts: c.attempts, Reason: reason, Key: c.key.value}
 	}
@@ -553,8 +554,10 @@ func (c *call) end() {
 	if c.last != nil {
 		closeUnsent(c.last.unsent)
 	}
-	if c.inHand != nil {
-		c.inHand.Body.Close() // and not drained: nobody waits for the connection
+	for _, resp := range [...]*http.Response{c.inHand, c.spare} {
+		if resp != nil && resp.Body != nil {
+			resp.Body.Close() // and not drained: nobody waits for the connection
+		}
 	}
 	c.unhold()
 	if !c.handedOver {

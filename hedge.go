@@ -257,6 +257,7 @@ func (h *hedge) settle(c *call, resp *http.Response, err error) result {
 		c.lose(h.second, h.resp)
 		return c.conclude(h.first, resp, err)
 	case 2:
+		c.inHand = h.resp
 		c.lose(h.first, resp)
 		c.latency.record(time.Now(), time.Since(h.first.sent)) // it takes at least this long
 		c.peer.metrics.hedgeWon()
@@ -269,12 +270,14 @@ func (h *hedge) settle(c *call, resp *http.Response, err error) result {
 	if rank(otherResp) > rank(keptResp) {
 		kept, keptResp, keptErr, other, otherResp, otherErr = other, otherResp, otherErr, kept, keptResp, keptErr
 	}
+	c.spare = keptResp // until it is in hand again: a hook may panic
 	r := c.conclude(other, otherResp, otherErr)
 	other.release()
 	c.other = other
 	if r.resp != nil {
 		r.resp.Body.Close()
 	}
+	c.inHand, c.spare = keptResp, nil
 	return c.conclude(kept, keptResp, keptErr)
 }
 
@@ -296,7 +299,6 @@ func (c *call) lose(a *attempt, resp *http.Response) {
 	}
 	a.cancel(errHedged)
 	a.release()
-	c.inHand = nil
 	if c.t.cfg.Hook != nil {
 		c.last = a
 		now := time.Now()

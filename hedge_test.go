@@ -485,3 +485,66 @@ func TestS23_BodiesAreWhole(t *testing.T) {
 		}
 	})
 }
+
+// A hook that panics while two attempts are brought to an end leaves no answer open,
+// whichever of them counts; and a request whose first attempt won has not succeeded
+// by a retry.
+func TestS23_HookPanicsBetweenTwoAttempts(t *testing.T) {
+	for _, tt := range []struct {
+		name          string
+		status        [2]int
+		took          [2]time.Duration
+		byRetry, dies float64 // dies: at which EventAttemptDone; 0: never
+	}{
+		{"the first wins", [2]int{200, 200}, [2]time.Duration{100 * time.Millisecond, time.Second}, 0, 0},
+		{"the second wins", [2]int{200, 200}, [2]time.Duration{time.Second, 50 * time.Millisecond}, 1, 0},
+		{"the first wins, first event", [2]int{200, 200}, [2]time.Duration{100 * time.Millisecond, time.Second}, 0, 1},
+		{"the first wins, second event", [2]int{200, 200}, [2]time.Duration{100 * time.Millisecond, time.Second}, 0, 2},
+		{"the second wins, first event", [2]int{200, 200}, [2]time.Duration{time.Second, 50 * time.Millisecond}, 0, 1},
+		{"the second wins, second event", [2]int{200, 200}, [2]time.Duration{time.Second, 50 * time.Millisecond}, 0, 2},
+		{"neither, first event", [2]int{503, 503}, [2]time.Duration{100 * time.Millisecond, 50 * time.Millisecond}, 0, 1},
+		{"neither, second event", [2]int{503, 503}, [2]time.Duration{100 * time.Millisecond, 50 * time.Millisecond}, 0, 2},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			var bodies [2]closeCounter
+			var sent, ended atomic.Int32
+			metrics := newTestMetrics(t)
+			tr := newTestTransport(t, Config{
+				MaxAttempts: 2, Metrics: metrics, Hedge: HedgeConfig{Delay: 10 * time.Millisecond},
+				Base: baseFunc(func(*http.Request) (*http.Response, error) {
+					i := sent.Add(1) - 1
+					time.Sleep(tt.took[i]) // and does not heed its context
+					return &http.Response{StatusCode: tt.status[i], Header: http.Header{}, Body: &bodies[i], ContentLength: -1}, nil
+				}),
+				Hook: func(_ context.Context, e Event) {
+					if e.Kind == EventAttemptDone && float64(ended.Add(1)) == tt.dies {
+						panic("hook")
+					}
+				},
+			})
+			func() {
+				defer func() {
+					if p := recover(); (p != nil) != (tt.dies > 0) {
+						t.Errorf("%s: recovered %v", tt.name, p)
+					}
+				}()
+				resp, err := tr.RoundTrip(newRequest(t, t.Context(), "GET", "http://peer.test/", nil))
+				if err != nil {
+					t.Fatalf("%s: %v", tt.name, err)
+				}
+				resp.Body.Close()
+			}()
+			if sent.Load() != 2 {
+				t.Fatalf("%s: %d attempts", tt.name, sent.Load())
+			}
+			for i := range bodies {
+				if bodies[i].closed == 0 {
+					t.Errorf("%s: the answer of attempt %d is open", tt.name, i+1)
+				}
+			}
+			if got := counter(t, metrics, "stint_client_retry_successes_total"); tt.dies == 0 && got != tt.byRetry {
+				t.Errorf("%s: %v successes by a retry, want %v", tt.name, got, tt.byRetry)
+			}
+		})
+	}
+}

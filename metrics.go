@@ -71,7 +71,7 @@ type MetricsConfig struct {
 //
 //	http_client_requests_total{peer}              attempts sent
 //	stint_client_retries_total{peer}              of these, attempts after the first
-//	stint_client_retry_successes_total{peer}      requests that ended well after a retry
+//	stint_client_retry_successes_total{peer}      requests whose good answer a retry or a hedge brought
 //	stint_client_outcomes_total{peer,outcome}     requests: ok, error, deadline, refused, canceled
 //	stint_attempts_per_success{peer}              histogram
 //	stint_hedges_total{peer}                      of the retries, hedges
@@ -605,9 +605,10 @@ func (p *peerMetrics) refused(r Reason) {
 	}
 }
 
-// done counts the end of a caller's request, after attempts of them. It is
+// done counts the end of a caller's request, after attempts of them; retried says
+// that its answer is not that of the first. It is
 // called once for each.
-func (p *peerMetrics) done(ctx context.Context, o outcome, attempts int) {
+func (p *peerMetrics) done(ctx context.Context, o outcome, attempts int, retried bool) {
 	if p == nil {
 		return
 	}
@@ -622,7 +623,7 @@ func (p *peerMetrics) done(ctx context.Context, o outcome, attempts int) {
 	}
 	// At least 1: a sample for each success, whatever we are told.
 	p.m.observe(ctx, p.attempts, float64(max(attempts, 1)))
-	if attempts > 1 {
+	if retried {
 		p.retrySuccesses.Inc()
 	}
 }

@@ -119,13 +119,13 @@ func clientScript(p *peerMetrics, now time.Time) {
 	ctx := context.Background()
 	for range 2 {
 		p.sent(now, 1)
-		p.done(ctx, outcomeOK, 1)
+		p.done(ctx, outcomeOK, 1, false)
 	}
 
 	p.sent(now, 1)
 	p.budgetUsed(now, 0.25)
 	p.sent(now, 2)
-	p.done(ctx, outcomeOK, 2)
+	p.done(ctx, outcomeOK, 2, true)
 
 	p.sent(now, 1)
 	p.budgetUsed(now, 0.5)
@@ -133,20 +133,20 @@ func clientScript(p *peerMetrics, now time.Time) {
 	p.budgetUsed(now, 0.75)
 	p.sent(now, 3)
 	p.refused(ReasonAttempts)
-	p.done(ctx, outcomeError, 3)
+	p.done(ctx, outcomeError, 3, true)
 
 	p.sent(now, 1)
 	p.budgetUsed(now, 0.7)
 	p.refused(ReasonBudget)
-	p.done(ctx, outcomeRefused, 1)
+	p.done(ctx, outcomeRefused, 1, false)
 
 	p.sent(now, 1)
 	p.refused(ReasonDeadline)
-	p.done(ctx, outcomeDeadline, 1)
+	p.done(ctx, outcomeDeadline, 1, false)
 
 	p.sent(now, 1)
 	p.refused(ReasonCanceled)
-	p.done(ctx, outcomeCanceled, 1)
+	p.done(ctx, outcomeCanceled, 1, false)
 
 	p.resent(2)
 	p.skewed()
@@ -383,7 +383,7 @@ func TestS29EveryReasonIsCounted(t *testing.T) {
 	p.refused("because")
 	p.refused("")
 	sv.refused("because")
-	p.done(context.Background(), "so so", 1)
+	p.done(context.Background(), "so so", 1, false)
 	p.badHeader("odd")
 	p.badHeader(statePresent)
 	p.badHeader(stateUntrusted)
@@ -896,8 +896,8 @@ func TestMetricsExemplar(t *testing.T) {
 				}})
 				ctx := context.WithValue(context.Background(), key{}, name)
 				asked = nil
-				m.acquirePeer("p").done(ctx, outcomeOK, 1)
-				m.acquirePeer("p").done(ctx, outcomeError, 1)
+				m.acquirePeer("p").done(ctx, outcomeOK, 1, false)
+				m.acquirePeer("p").done(ctx, outcomeError, 1, false)
 				m.service("s").arrived(ctx, time.Now(), statePresent, time.Second, false)
 				m.service("s").arrived(ctx, time.Now(), stateAbsent, 0, false)
 				m.service("s").late(time.Second)
@@ -1076,7 +1076,7 @@ func TestMetricsAllocations(t *testing.T) {
 		for name, f := range map[string]func(){
 			"sent":       func() { p.sent(now, 1); p.sent(now, 2) },
 			"refused":    func() { p.refused(ReasonCanceled); p.refused("because") },
-			"done":       func() { p.done(ctx, outcomeOK, 2); p.done(ctx, outcomeCanceled, 1) },
+			"done":       func() { p.done(ctx, outcomeOK, 2, true); p.done(ctx, outcomeCanceled, 1, false) },
 			"budgetUsed": func() { p.budgetUsed(now, 0.5); now = now.Add(time.Second) },
 			"resent":     func() { p.resent(1); p.skewed(); p.badHeader(stateTooMany) },
 			"arrived":    func() { s.arrived(ctx, now, statePresent, time.Second, true) },
@@ -1162,7 +1162,7 @@ func written[T any](write func(*T) error) (*T, error) {
 func BenchmarkMetrics(b *testing.B) {
 	client := func(ctx context.Context, p *peerMetrics, now time.Time) {
 		p.sent(now, 1)
-		p.done(ctx, outcomeOK, 1)
+		p.done(ctx, outcomeOK, 1, false)
 		p.budgetUsed(now, 0)
 	}
 	server := func(ctx context.Context, s *serviceMetrics, now time.Time) {

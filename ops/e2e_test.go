@@ -478,7 +478,7 @@ var wants = map[string][]want{
 	"Attempts that a success took":                {{3, "peer=database", 1, 1.5}, {3, "peer=database", 0.9, 3}},
 	"Why no further attempt was made":             {{20, "peer=database", 0.01, 10}},
 	"Retries among arrivals":                      {{0.5, "service=database", 0.005, 0.3}},
-	"Attempts sent":                               {{20, "peer=database", 7, 15}, {5, "peer=database", 0.05, 3}},
+	"Attempts sent":                               {{20, "peer=database", 7, 15}, {5, "peer=database", 0.05, 3}, {0, "peer=database", 0, 0}, {0, "peer=database", 0, 0}}, // nobody hedges
 	"How callers' requests ended":                 {{20, "peer=database outcome=ok", 3, 8}},
 	"Answers":                                     {{20, "service=edge code=200", 3, 8}},
 	"Time left on arrival":                        {{3000, "le=+Inf", 300, 2000}},

@@ -32,6 +32,8 @@ var names = []string{
 	"stint_deadline_headers_total",
 	"stint_deadline_late_seconds",
 	"stint_deadline_remaining_seconds",
+	"stint_hedge_wins_total",
+	"stint_hedges_total",
 	"stint_refused_total",
 	"stint_replay_begun_total",
 	"stint_replay_requests_total",

@@ -282,7 +282,8 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 	if err != nil {
 		return err
 	}
-	g.clients, g.limited, g.capped = c.clients, c.limit, c.clients > 1
+	g.clients, g.limited, g.capped, g.hedged = c.clients, c.limit, c.clients > 1, c.hedge
+	g.config.Throttle = c.throttle
 	registry := prometheus.NewRegistry()
 	if err := registry.Register(g.metrics); err != nil {
 		return err

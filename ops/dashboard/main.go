@@ -151,8 +151,8 @@ var rows = []row{
 			queries: []query{
 				{byPeer, `sum by (job, peer) (rate(http_client_requests_total{job=~"$job", peer=~"$peer"}[$__rate_interval]))`},
 				{byPeer + " retries", `sum by (job, peer) (rate(stint_client_retries_total{job=~"$job", peer=~"$peer"}[$__rate_interval]))`},
-				{byPeer + " hedges", `sum by (job, peer) (rate(stint_hedges_total{job=~"$job", peer=~"$peer"}[$__rate_interval])) > 0`},
-				{byPeer + " hedges that won", `sum by (job, peer) (rate(stint_hedge_wins_total{job=~"$job", peer=~"$peer"}[$__rate_interval])) > 0`},
+				{byPeer + " hedges", `sum by (job, peer) (rate(stint_hedges_total{job=~"$job", peer=~"$peer"}[$__rate_interval]))`},
+				{byPeer + " hedges that won", `sum by (job, peer) (rate(stint_hedge_wins_total{job=~"$job", peer=~"$peer"}[$__rate_interval]))`},
 			},
 		},
 		{
