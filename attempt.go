@@ -59,19 +59,32 @@ type upload struct {
 // send makes one attempt. The request it hands to the base is a copy with a
 // header of its own, down to the values.
 func (c *call) send(body io.ReadCloser) result {
+	after := c.hedgeAfter()
+	c.hedgeable = after > 0
 	a := c.prepare(body)
 	if c.t.cfg.Hook != nil {
 		c.emit(Event{Kind: EventAttemptSent, Remaining: c.remaining(a.sent)})
 	}
-	a.unsent = nil
 	c.seen = time.Time{}
+	if after > 0 {
+		h := c.armHedge(a, after)
+		resp, err := c.pass(a)
+		return h.settle(c, resp, err)
+	}
+	resp, err := c.pass(a)
+	return c.conclude(a, resp, err)
+}
+
+// pass hands an attempt to the base.
+func (c *call) pass(a *attempt) (*http.Response, error) {
+	a.unsent = nil
 	base := c.t.base
 	if a.number > 1 && c.t.fresh != nil {
 		base = c.t.fresh
 	}
 	resp, err := base.RoundTrip(&a.req)
 	a.disarm()
-	return c.conclude(a, resp, err)
+	return resp, err
 }
 
 // prepare makes the next attempt ready to go, and counts it.
@@ -85,11 +98,11 @@ func (c *call) prepare(body io.ReadCloser) *attempt {
 	c.last = a
 
 	ctx := c.bound
-	guarded := hasBody(c.req) && replayable(c.req) && !(c.opts.MaxAttempts == 1 && c.repeatable)
+	guarded := hasBody(c.req) && replayable(c.req) && !(c.opts.MaxAttempts == 1 && c.repeatable && c.t.cfg.UsedUp == nil)
 	if c.traced || guarded {
 		a.upload = &upload{traced: c.traced}
 	}
-	if c.opts.AttemptTimeout > 0 || c.traced && !c.repeatable && !hasBody(c.req) {
+	if c.opts.AttemptTimeout > 0 || c.hedgeable || c.traced && !c.repeatable && !hasBody(c.req) {
 		ctx, a.cancel = context.WithCancelCause(ctx)
 	}
 	if c.opts.AttemptTimeout > 0 {
@@ -177,7 +190,7 @@ func (a *attempt) trace() *wireTrace {
 // conclude makes a result of what the base returned.
 func (c *call) conclude(a *attempt, resp *http.Response, err error) result {
 	ended := time.Now()
-	c.seen = ended
+	c.seen, c.last = ended, a
 	resp, err = mend(resp, err, &a.req)
 	r := result{resp: resp, err: err}
 	switch a.cause() {

@@ -109,6 +109,21 @@ func (b *requestBodies) close() {
 	}
 }
 
+// finished reports whether the base has closed all bodies and no Read of them runs.
+// With seal no other may begin then.
+func (b *requestBodies) finished(seal bool) bool {
+	if b == nil {
+		return true
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.reading > 0 || b.open > 0 {
+		return false
+	}
+	b.sealed = b.sealed || seal
+	return true
+}
+
 // settleLocked reports whether the next attempt may begin, and if so lets no other
 // Read begin.
 func (b *requestBodies) settleLocked(seal bool) bool {

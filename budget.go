@@ -106,6 +106,7 @@ type budget struct {
 	mu      sync.Mutex    // guards what follows: the decision and its update are one step
 	retries slotCounts    // turns taken
 	next    time.Duration // the next free turn, since origin
+	turns   *turnLog      // nil: nobody hedges
 }
 
 func newBudget(c BudgetConfig, origin time.Time) *budget {
@@ -134,7 +135,7 @@ func (b *budget) ask(now time.Time, wait time.Duration, latest time.Time) Reason
 	if b.spentLocked(b.epoch(now)) {
 		return ReasonBudget
 	}
-	return b.turnLocked(at+wait, latest)
+	return b.turnLocked(at+wait, b.turnAfterLocked(at+wait, b.epoch(now)), latest)
 }
 
 // take takes the next free turn, and returns how long the caller has to wait
@@ -147,19 +148,31 @@ func (b *budget) take(now, latest time.Time) (wait time.Duration, refused Reason
 	if b.spentLocked(e) {
 		return 0, ReasonBudget
 	}
-	if refused := b.turnLocked(at, latest); refused != "" {
+	turn := b.turnAfterLocked(at, e)
+	if refused := b.turnLocked(at, turn, latest); refused != "" {
 		return 0, refused
 	}
-	turn := max(at, b.next)
 	b.next = turn + b.spacing(e)
+	if b.turns != nil {
+		b.turns.add(turn)
+	}
 	b.retries.add(e)
 	return turn - at, ""
 }
 
-// turnLocked reports why a retry that could be sent from at on cannot have the
-// next turn.
-func (b *budget) turnLocked(at time.Duration, latest time.Time) Reason {
-	switch turn := max(at, b.next); {
+// turnAfterLocked returns the next turn that is free from at on.
+func (b *budget) turnAfterLocked(at time.Duration, e int64) time.Duration {
+	turn := max(at, b.next)
+	if b.turns != nil {
+		turn = max(turn, b.turns.free(b.rate(e)))
+	}
+	return turn
+}
+
+// turnLocked reports why a retry that could be sent from at on cannot have that
+// turn.
+func (b *budget) turnLocked(at, turn time.Duration, latest time.Time) Reason {
+	switch {
 	case turn-at > max(0, b.cfg.MaxWait):
 		return ReasonTurn
 	case latest.IsZero() || b.origin.Add(turn).Before(latest):
@@ -236,8 +249,12 @@ func (b *budget) credit(e int64) float64 {
 
 // spacing returns how far apart turns lie at the rate that the credit allows.
 func (b *budget) spacing(e int64) time.Duration {
-	rate := max(1, b.cfg.MinPerSecond, b.cfg.PeakFactor*b.cfg.Ratio*b.credit(e)/b.cfg.Window.Seconds())
-	return time.Duration(turnSlack * float64(time.Second) / rate)
+	return time.Duration(turnSlack * float64(time.Second) / b.rate(e))
+}
+
+// rate returns how many turns a second has at most.
+func (b *budget) rate(e int64) float64 {
+	return max(1, b.cfg.MinPerSecond, b.cfg.PeakFactor*b.cfg.Ratio*b.credit(e)/b.cfg.Window.Seconds())
 }
 
 // epoch numbers the slots since origin.

@@ -49,6 +49,10 @@ type call struct {
 	seen   time.Time     // the latest reading of the clock; zero: too long ago to be used again
 	header scannedHeader // req's
 	last   *attempt      // nil: none yet
+	other  *attempt      // the other of two that ran at once and failed; nil: there was none
+	hedge  *hedge        // while the first attempt may get one; nil: it may not
+	// hedgeable: attempts need a way to be ended alone.
+	hedgeable bool
 }
 
 // begin collects what is known before the first attempt. On an error, or where one
@@ -274,7 +278,9 @@ func (c *call) legacyCanceled() bool {
 // settle waits until the base is done with the bodies of the last attempt. An
 // answer that is still on its connection may need the upload to go on, so that is
 // left alone; behind an answer in memory, or an error, it is ended.
-func (c *call) settle() bool { return c.last.bodies().settled(c.bound, !c.held) }
+func (c *call) settle() bool {
+	return c.last.bodies().settled(c.bound, !c.held) && c.other.bodies().settled(c.bound, true)
+}
 
 // rewind returns the body of the next attempt.
 func (c *call) rewind() (io.ReadCloser, error) {
@@ -451,6 +457,7 @@ func (c *call) finish(r result, reason Reason) (*http.Response, error) {
 	}
 	c.count(outcome, reason)
 	c.leaveNote(&r, outcome, reason)
+	c.park(&r, reason)
 	if c.t.cfg.Hook != nil {
 		now := time.Now()
 		if reason != "" {
@@ -538,6 +545,7 @@ func (c *call) release() {
 // end runs however RoundTrip ends. After a panic, of the base or of a callback, it
 // closes what nobody else can: answers in hand, and bodies from GetBody.
 func (c *call) end() {
+	c.hedge.abort(c)
 	if !c.counted {
 		c.last.bodies().close()
 		c.count(outcomeError, "")
@@ -577,5 +585,8 @@ func (c *call) emitRetry(r *result, wait time.Duration) {
 func (c *call) emit(e Event) {
 	e.Peer, e.Attempt, e.DeadlineMS = c.peer.name, c.attempts, c.wireMS
 	e.Host = c.last.host()
+	if e.Kind == EventAttemptSent || e.Kind == EventAttemptDone {
+		e.Attempt = c.last.number // a hedge may have been sent meanwhile
+	}
 	c.t.cfg.Hook(c.ctx, e)
 }

@@ -29,6 +29,8 @@ type Override struct {
 	// a key in the header.
 	IdempotencyKey string
 	Keys           KeyPolicy
+	// NoHedge switches Config.Hedge off. False inherits.
+	NoHedge bool
 	// Outcome is filled in before RoundTrip returns, unless it returns a
 	// *ConfigError. It is for one request at a time; on a redirect, the next
 	// hop overwrites it.
@@ -68,6 +70,7 @@ func (o *Override) inherit(outer *Override) {
 	if o.Keys == 0 {
 		o.Keys = outer.Keys
 	}
+	o.NoHedge = o.NoHedge || outer.NoHedge
 	if o.Outcome == nil {
 		o.Outcome = outer.Outcome
 	}

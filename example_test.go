@@ -3,6 +3,7 @@ package stint_test
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -43,6 +44,9 @@ func handledBy(h http.Handler) peer {
 	return func(r *http.Request) (*http.Response, error) {
 		w := httptest.NewRecorder()
 		h.ServeHTTP(w, r)
+		if r.Body != nil {
+			r.Body.Close() // as every RoundTripper does
+		}
 		resp := w.Result()
 		resp.Request = r
 		return resp, nil
@@ -475,6 +479,96 @@ func ExampleNewHosts() {
 
 	// Output:
 	// 100 of 100 succeed, attempts at the bad host: 1
+}
+
+// Operations whose retries are used up go to a file, and from there to the peer
+// once it is back, under the key that they were first sent with.
+func ExampleConfig_usedUp() {
+	type parked struct{ Method, URL, Key, ContentType, Body string }
+	file, err := os.CreateTemp("", "parked")
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer os.Remove(file.Name())
+	defer file.Close()
+
+	down := true
+	executed := make(map[string]string) // by key: the peer dedupes
+	ledger := handledBy(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if down {
+			w.WriteHeader(http.StatusServiceUnavailable)
+			return
+		}
+		body, _ := io.ReadAll(r.Body)
+		// r.Header.Get would do on a real connection.
+		executed[r.Header[strings.ToLower(stint.HeaderIdempotencyKey)][0]] = string(body)
+	}))
+	queue := json.NewEncoder(file)
+	transport, err := stint.NewTransport(stint.Config{
+		Base: ledger, Backoff: quick, Keys: stint.KeysHonoured, MaxAttempts: 2,
+		UsedUp: func(_ context.Context, u stint.UsedUp) { // with a lock, where many call
+			if !u.Repeatable || u.Method == http.MethodGet {
+				return
+			}
+			p := parked{Method: u.Method, URL: u.URL.String(), Key: u.Key, ContentType: u.Header.Get("Content-Type")}
+			if u.Body != nil {
+				r, err := u.Body()
+				if err != nil {
+					return
+				}
+				defer r.Close()
+				text, err := io.ReadAll(r)
+				if err != nil {
+					return
+				}
+				p.Body = string(text)
+			}
+			if err := queue.Encode(p); err != nil {
+				fmt.Println(err)
+			}
+			fmt.Println("parked:", u.Method, u.URL, "because of", u.Reason, "after", u.Attempts, "attempts")
+		},
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	client := &http.Client{Transport: transport}
+	if resp, err := client.Post("http://ledger/book", "text/plain", strings.NewReader("10 EUR")); err == nil {
+		resp.Body.Close()
+	}
+
+	// Later, the ledger is back.
+	down = false
+	if _, err := file.Seek(0, io.SeekStart); err != nil {
+		fmt.Println(err)
+		return
+	}
+	for list := json.NewDecoder(file); ; {
+		var p parked
+		if err := list.Decode(&p); err != nil {
+			break // io.EOF
+		}
+		ctx := stint.WithOverride(context.Background(), stint.Override{IdempotencyKey: p.Key})
+		req, err := http.NewRequestWithContext(ctx, p.Method, p.URL, strings.NewReader(p.Body))
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		req.Header.Set("Content-Type", p.ContentType)
+		resp, err := client.Do(req)
+		if err != nil {
+			fmt.Println(err)
+			return
+		}
+		resp.Body.Close()
+		fmt.Println("replayed:", resp.StatusCode, "executed under the same key:", executed[p.Key])
+	}
+
+	// Output:
+	// parked: POST http://ledger/book because of attempts after 2 attempts
+	// replayed: 200 executed under the same key: 10 EUR
 }
 
 // A handler that can do one thing at a time. One request waits for it; the next

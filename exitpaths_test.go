@@ -313,12 +313,18 @@ func snapshot(req *http.Request) (changed func() []string) {
 }
 
 // run runs one path once.
-func (p *exitPath) run(t *testing.T, v exitVariant, client bool) {
+func (p *exitPath) run(t *testing.T, v exitVariant, client bool) { p.runWith(t, v, client, nil) }
+
+// runWith lets change adjust the configuration last.
+func (p *exitPath) runWith(t *testing.T, v exitVariant, client bool, change func(*Config)) {
 	x := &exitRun{t: t, path: p, variant: v, start: time.Now()}
 	metrics := newTestMetrics(t)
 	cfg := Config{Base: x, Timeout: v.timeout, AttemptTimeout: v.attempt, Metrics: metrics}
 	if p.config != nil {
 		p.config(&cfg)
+	}
+	if change != nil {
+		change(&cfg)
 	}
 	x.variant.attempt = cfg.AttemptTimeout // as the row has it
 	x.tr = newTestTransport(t, cfg)
@@ -410,7 +416,7 @@ func (p *exitPath) run(t *testing.T, v exitVariant, client bool) {
 
 	x.mu.Lock()
 	for i, ctx := range x.contexts {
-		derived := x.derived()
+		derived := x.derived() || i == 0 && x.hedgeable()
 		if derived && p.status != 101 && ctx.Err() == nil {
 			t.Errorf("the context of attempt %d is alive", i+1)
 		}
@@ -439,6 +445,14 @@ func (p *exitPath) run(t *testing.T, v exitVariant, client bool) {
 		t.Errorf("%d attempts, want %d", attempts, p.attempts)
 	}
 	x.checkAccounts(metrics, taken, result)
+}
+
+// hedgeable reports whether the first attempt has a context of its own, as there
+// may be a hedge.
+func (x *exitRun) hedgeable() bool {
+	c := &x.tr.cfg
+	return c.Hedge.on() && c.Timeout == 0 && x.path.timeout == 0 && c.MaxAttempts > 1 && x.path.opts.MaxAttempts != 1 &&
+		idempotent(x.req.Method) && len(x.req.Header["Upgrade"]) == 0 && replayable(x.req)
 }
 
 // derived reports whether attempts have a context that is not the caller's.

@@ -36,6 +36,7 @@ const (
 	frontNone      = "nothing"
 	frontSemaphore = "a plain semaphore"
 	frontLimit     = "`Limit`"
+	frontLong      = "`Limit` with a queue of ten times the length"
 )
 
 var overloadFronts = []string{frontNone, frontSemaphore, frontLimit}
@@ -77,8 +78,11 @@ func (o overload) handler(random func() float64, over <-chan struct{}) http.Hand
 func (o overload) middleware(t testing.TB, next http.Handler) http.Handler {
 	t.Helper()
 	var c MiddlewareConfig
-	if o.front == frontLimit {
+	switch o.front {
+	case frontLimit:
 		c.Limit = LimitConfig{MaxConcurrent: o.workers}
+	case frontLong:
+		c.Limit = LimitConfig{MaxConcurrent: o.workers, MaxQueue: 10 * o.workers}
 	}
 	m, err := NewMiddleware(c)
 	if err != nil {
@@ -149,7 +153,7 @@ func TestS34_GoodputInVirtualTime(t *testing.T) {
 	for _, spread := range []float64{0.5, 1} {
 		t.Run(fmt.Sprint(spread), func(t *testing.T) {
 			t.Parallel()
-			for _, front := range overloadFronts {
+			for _, front := range append([]string{frontLong}, overloadFronts...) {
 				var row []string
 				best := 0.0
 				for _, load := range []float64{1, 2, 5, 10} {
@@ -182,6 +186,11 @@ func TestS34_GoodputInVirtualTime(t *testing.T) {
 						}
 						if res.refused > 50*time.Millisecond {
 							t.Errorf("%s at %v times the capacity: it takes %v to be refused", front, load, res.refused)
+						}
+					case front == frontLong:
+						// It is why the queue is short by default.
+						if res.goodput < 0.65 || res.goodput > 0.95 {
+							t.Errorf("%s at %v times the capacity: a goodput of %.3f, want about 0.8", front, load, res.goodput)
 						}
 					case res.goodput > 0.7:
 						t.Errorf("%s at %v times the capacity: a goodput of %.3f: then this test shows nothing", front, load, res.goodput)

@@ -194,6 +194,7 @@ func TestHardStop_AnswersWhileTheHandlerRuns(t *testing.T) {
 			}
 			mwCheckExpired(t, resp)
 			resp.Header.Del("Date")
+			resp.Header.Del("Content-Length") // by how many milliseconds it is late has one digit, or two
 			by := strings.Fields(body)
 			return fmt.Sprint(resp.Proto, resp.Status, resp.Header, by[:len(by)-2], resp.ContentLength > 0, resp.Trailer)
 		}

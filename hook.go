@@ -40,6 +40,7 @@ type EventKind string
 const (
 	EventAttemptSent EventKind = "attempt_sent" // Peer, DeadlineMS, Remaining, Attempt
 	EventAttemptDone EventKind = "attempt_done" // and Took, Status or Err
+	EventHedge       EventKind = "hedge"        // Took: how long the first attempt has run without an answer; the hedge's own events follow
 	EventRetry       EventKind = "retry"        // Wait; Attempt, and Status or Err: the one that failed
 	EventRefused     EventKind = "refused"      // Reason: why no (further) attempt is made
 	EventDone        EventKind = "done"         // Attempt: how many were sent; Took: all of it; Status or Err

@@ -53,7 +53,9 @@ type LimitConfig struct {
 	// It counts while its client takes its time to read the answer.
 	MaxConcurrent int
 	// MaxQueue is how many requests wait, at most a million, in the order in which
-	// they came. 0: as many as MaxConcurrent. Negative: none.
+	// they came. 0: as many as MaxConcurrent. Negative: none. Longer ones are for
+	// bursts: in an overload all who are served have then waited until nearly their
+	// deadline, and many of them miss it.
 	MaxQueue int
 	// MaxWait is the longest that a request waits, at most an hour: for those
 	// without a deadline. 0: DefaultLimitMaxWait, a second.
@@ -100,8 +102,8 @@ func (c LimitConfig) check(errs *configErrors) {
 // first has the same goodput, and half the waiting for those who are served; but
 // who is refused then learns that when the deadline is near, and not at once,
 // and how long a request will wait cannot be told in advance. What is bad about
-// the order is a long queue, in which everybody gets old and a tenth of the work
-// ends too late. So the queue is short by default.
+// the order is a long queue, in which everybody gets old and up to a quarter of
+// the work ends too late. So the queue is short by default.
 type limiter struct {
 	cfg  LimitConfig
 	look bool       // ReportOnly: everybody gets a slot

@@ -232,6 +232,90 @@ func TestS34_LimitDrops(t *testing.T) {
 	})
 }
 
+// TestS34_LimitMaxWait: who would have to wait for longer is refused at once.
+func TestS34_LimitMaxWait(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		d := 100 * time.Millisecond
+		m, err := NewMiddleware(MiddlewareConfig{Limit: LimitConfig{MaxConcurrent: 1, MaxQueue: 10, MaxWait: 250 * time.Millisecond}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		h := m.Handler(sleeping(&d))
+		learnt(t, h)
+		a, b, c, e := limitDo(t.Context(), h), limitDo(t.Context(), h), limitDo(t.Context(), h), limitDo(t.Context(), h)
+		e.check(t, "the fourth", 503, 0)
+		a.check(t, "the first", 200, 100*time.Millisecond)
+		b.check(t, "the second", 200, 200*time.Millisecond)
+		c.check(t, "the third", 200, 300*time.Millisecond)
+	})
+}
+
+// TestS34_LimitCutOff: a handler that was cut off would have taken longer than it
+// took, whoever cut it off.
+func TestS34_LimitCutOff(t *testing.T) {
+	t.Parallel()
+	for _, deadline := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			m, err := NewMiddleware(MiddlewareConfig{Limit: LimitConfig{MaxConcurrent: 1}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			h := m.Handler(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
+			for range 10 {
+				ctx, cancel := context.WithCancel(t.Context())
+				if deadline {
+					<-limitDo(ctx, h, HeaderDeadline, mwIn(50*time.Millisecond)).done
+				} else {
+					time.AfterFunc(50*time.Millisecond, cancel)
+					<-limitDo(ctx, h).done
+				}
+				cancel()
+			}
+			time.Sleep(time.Second)
+			if got := m.limit.usual(time.Now()); got < 100*time.Millisecond || got > 107*time.Millisecond {
+				t.Errorf("a handler that is cut off after 50 ms, deadline %v, is taken to take %v, want 100 ms", deadline, got)
+			}
+		})
+	}
+}
+
+// TestS34_LimitLooksAgain at the time when a slot is free: the handler may have
+// become slower in the meantime.
+func TestS34_LimitLooksAgain(t *testing.T) {
+	start := time.Now()
+	at := func(d time.Duration) time.Time { return start.Add(d) }
+	for _, slower := range []bool{false, true} {
+		l := newLimiter(LimitConfig{MaxConcurrent: 1, MaxQueue: 5}, false, start)
+		if w, refused, _ := l.ask(at(0), time.Time{}, false); w != nil || refused != "" {
+			t.Fatalf("the first: %v %q", w, refused)
+		}
+		hurried, _, _ := l.ask(at(0), at(500*time.Millisecond), false)
+		patient, _, _ := l.ask(at(0), time.Time{}, false)
+		if slower {
+			for range 10 {
+				l.took.record(at(200*time.Millisecond), 400*time.Millisecond)
+			}
+		}
+		l.leave(at(200*time.Millisecond), -1)
+		verdict := func(w *waiter) Reason {
+			select {
+			case v := <-w.verdict:
+				return v
+			default:
+				return "waits"
+			}
+		}
+		want := [2]Reason{"", "waits"}
+		if slower {
+			want = [2]Reason{ReasonQueue, ""}
+		}
+		if got := [2]Reason{verdict(hurried), verdict(patient)}; got != want {
+			t.Errorf("slower %v: verdicts %q, want %q", slower, got, want)
+		}
+	}
+}
+
 // TestS34_LimitComesBack: a handler that was too slow for everybody is found out
 // to be fast again, though what is known of it says no.
 func TestS34_LimitComesBack(t *testing.T) {
@@ -393,6 +477,26 @@ func TestS34_LimitIsGivenBack(t *testing.T) {
 		}
 		close(held)
 		awaitIdle(t, m.limit)
+		took := m.limit.took // uncached
+		if _, samples := took.compute(took.number(took.elapsed(time.Now())), 0.5); samples != 0 {
+			t.Errorf("%d handshakes are taken for requests", samples)
+		}
+	})
+	// Nor does a tunnel, once it has been answered.
+	t.Run("connected", func(t *testing.T) {
+		inside := -1
+		m := mwNew(t, MiddlewareConfig{Limit: LimitConfig{MaxConcurrent: 1, MaxQueue: -1}})
+		h := m.Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusOK)
+			inside = m.limit.inside
+		}))
+		r := mwRequest()
+		r.Method = http.MethodConnect
+		h.ServeHTTP(httptest.NewRecorder(), r)
+		if inside != 0 {
+			t.Errorf("%d have a slot while the tunnel is up, want none", inside)
+		}
+		m.limit.idle(t)
 	})
 }
 

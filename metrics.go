@@ -2,6 +2,7 @@ package stint
 
 import (
 	"context"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -73,6 +74,8 @@ type MetricsConfig struct {
 //	stint_client_retry_successes_total{peer}      requests that ended well after a retry
 //	stint_client_outcomes_total{peer,outcome}     requests: ok, error, deadline, refused, canceled
 //	stint_attempts_per_success{peer}              histogram
+//	stint_hedges_total{peer}                      of the retries, hedges
+//	stint_hedge_wins_total{peer}                  hedges that answered first
 //	stint_refused_total{peer,reason}              what was not sent, by Reason
 //	stint_transparent_resends_total{peer}         resends inside net/http, with Config.CountResends
 //	retry_budget_utilisation{peer}                gauge, [0, 1]: the highest of the last minute
@@ -114,6 +117,8 @@ type Metrics struct {
 	retries        *prometheus.CounterVec // peer
 	retrySuccesses *prometheus.CounterVec // peer
 	outcomes       *prometheus.CounterVec // peer, outcome
+	hedges         *prometheus.CounterVec // peer
+	hedgeWins      *prometheus.CounterVec // peer
 	exhausted      *prometheus.CounterVec // peer
 	resends        *prometheus.CounterVec // peer
 	attempts       *prometheus.HistogramVec
@@ -198,6 +203,10 @@ func NewMetrics(c MetricsConfig) (*Metrics, error) {
 		"Attempts after the first.", "peer")
 	m.retrySuccesses = counter("stint_client_retry_successes_total",
 		"Requests that ended well after at least one retry.", "peer")
+	m.hedges = counter("stint_hedges_total",
+		"Hedges: second attempts that were sent while the first was still under way.", "peer")
+	m.hedgeWins = counter("stint_hedge_wins_total",
+		"Hedges that answered before the first attempt did.", "peer")
 	m.outcomes = counter("stint_client_outcomes_total",
 		"Finished requests by outcome: ok, error, deadline, refused, canceled.", "peer", "outcome")
 	m.attempts = histogram("stint_attempts_per_success",
@@ -291,10 +300,59 @@ func (m *Metrics) Collect(ch chan<- prometheus.Metric) {
 	if m.otherService != nil {
 		services = append(services, m.otherService)
 	}
+	badHeaders := m.badHeaders
 	m.mu.Unlock()
 
-	for _, c := range m.collectors {
-		c.Collect(ch)
+	// Not by the vectors' own Collect, which comes in the order of a map. A
+	// registry sorts every family by the values of its labels, and what is in
+	// that order already costs it a third less: with many peers that is what a
+	// scrape takes. So the order below is that of the labels' names: peer,
+	// reason, service; code, service; outcome, peer. The services come before the
+	// peers, because their peer is empty.
+	slices.SortFunc(peers, func(a, b *peerMetrics) int { return strings.Compare(a.name, b.name) })
+	slices.SortFunc(services, func(a, b *serviceMetrics) int { return strings.Compare(a.name, b.name) })
+	if len(services) == 0 || services[0].name != "" { // else they are that service's
+		for _, c := range badHeaders {
+			if c != nil {
+				ch <- c
+			}
+		}
+	}
+	for _, s := range services {
+		for _, c := range s.headers {
+			ch <- c
+		}
+		ch <- s.ranOut
+		ch <- s.skews
+		ch <- s.retries
+		ch <- s.remaining
+		ch <- s.lags
+	}
+	for i := range serverReasons {
+		for _, s := range services {
+			ch <- s.refusals[i]
+		}
+	}
+	for i := range codeCount {
+		for _, s := range services {
+			if c := s.codes[i].Load(); c != nil {
+				ch <- *c
+			}
+		}
+	}
+	for _, i := range outcomesInOrder {
+		for _, p := range peers {
+			ch <- p.outcomes[i]
+		}
+	}
+	for _, p := range peers {
+		for _, c := range [...]prometheus.Counter{p.requests, p.retries, p.retrySuccesses, p.hedges, p.hedgeWins, p.exhausted, p.exceeded, p.resends, p.skews} {
+			ch <- c
+		}
+		ch <- p.attempts
+		for _, i := range reasonsInOrder {
+			ch <- p.refusals[i]
+		}
 	}
 	gauge := func(desc *prometheus.Desc, v float64, label string) {
 		// Must: one label each, made valid UTF-8 by labelValue.
@@ -373,7 +431,20 @@ var (
 		ReasonDeadline, ReasonSlow, ReasonBudget, ReasonTurn, ReasonHeld, ReasonCanceled,
 	}
 	serverReasons = [...]Reason{ReasonExpired, ReasonInvalid, ReasonLimit, ReasonQueue, ReasonRetries}
+
+	// Indexes of two of them in the order of the text, see Collect.
+	outcomesInOrder = inOrder(outcomes[:])
+	reasonsInOrder  = inOrder(clientReasons[:])
 )
+
+func inOrder[S ~string](values []S) []int {
+	indexes := make([]int, len(values))
+	for i := range indexes {
+		indexes[i] = i
+	}
+	slices.SortFunc(indexes, func(a, b int) int { return strings.Compare(string(values[a]), string(values[b])) })
+	return indexes
+}
 
 // peerMetrics are the series of one peer, resolved once. A nil one counts
 // nothing: what a transport without Metrics has.
@@ -386,10 +457,11 @@ type peerMetrics struct {
 	refs int    // guarded by m.mu; not counted for otherPeer
 
 	requests, retries, retrySuccesses, exhausted, exceeded, resends, skews prometheus.Counter
+	hedges, hedgeWins                                                      prometheus.Counter
 
 	outcomes [len(outcomes)]prometheus.Counter
 	refusals [len(clientReasons)]prometheus.Counter
-	attempts prometheus.Observer
+	attempts prometheus.Histogram
 
 	firstSent, retriesSent window // attempts
 	used                   window // billionths of the budget
@@ -439,7 +511,7 @@ func (m *Metrics) releasePeer(p *peerMetrics) {
 	delete(m.peers, p.name)
 	// Value by value. A partial match on the peer would look at all series, and
 	// for the empty name it would take those of the server side along.
-	for _, v := range []*prometheus.CounterVec{m.requests, m.retries, m.retrySuccesses, m.exhausted, m.resends} {
+	for _, v := range []*prometheus.CounterVec{m.requests, m.retries, m.retrySuccesses, m.hedges, m.hedgeWins, m.exhausted, m.resends} {
 		v.DeleteLabelValues(p.name)
 	}
 	m.attempts.DeleteLabelValues(p.name)
@@ -472,9 +544,11 @@ func (m *Metrics) newPeerLocked(name string) *peerMetrics {
 		requests:       m.requests.WithLabelValues(name),
 		retries:        m.retries.WithLabelValues(name),
 		retrySuccesses: m.retrySuccesses.WithLabelValues(name),
+		hedges:         m.hedges.WithLabelValues(name),
+		hedgeWins:      m.hedgeWins.WithLabelValues(name),
 		exhausted:      m.exhausted.WithLabelValues(name),
 		resends:        m.resends.WithLabelValues(name),
-		attempts:       m.attempts.WithLabelValues(name),
+		attempts:       m.attempts.WithLabelValues(name).(prometheus.Histogram),
 		exceeded:       m.exceeded.WithLabelValues(sideClient, name, ""),
 		skews:          m.skews.WithLabelValues(sideClient, name, ""),
 	}
@@ -563,6 +637,20 @@ func (p *peerMetrics) budgetUsed(now time.Time, share float64) {
 	}
 }
 
+// hedged counts a hedge that is sent, which counts as a retry besides.
+func (p *peerMetrics) hedged() {
+	if p != nil {
+		p.hedges.Inc()
+	}
+}
+
+// hedgeWon counts one that answered first.
+func (p *peerMetrics) hedgeWon() {
+	if p != nil {
+		p.hedgeWins.Inc()
+	}
+}
+
 // resent counts what net/http sent again by itself.
 func (p *peerMetrics) resent(n int) {
 	if p == nil || n <= 0 { // a counter panics on less than 0
@@ -615,7 +703,7 @@ type serviceMetrics struct {
 
 	headers         []prometheus.Counter // as headerStates
 	refusals        [len(serverReasons)]prometheus.Counter
-	remaining, lags prometheus.Observer
+	remaining, lags prometheus.Histogram
 
 	// codes is filled as codes appear: five hundred series for each service,
 	// nearly all of them 0 for ever, would be a poor trade.
@@ -654,8 +742,8 @@ func (m *Metrics) newService(name string) *serviceMetrics {
 		ranOut:    m.exceeded.WithLabelValues(sideServer, "", name),
 		skews:     m.skews.WithLabelValues(sideServer, "", name),
 		retries:   m.serverRetries.WithLabelValues(name),
-		remaining: m.remaining.WithLabelValues(name),
-		lags:      m.late.WithLabelValues(name),
+		remaining: m.remaining.WithLabelValues(name).(prometheus.Histogram),
+		lags:      m.late.WithLabelValues(name).(prometheus.Histogram),
 		headers:   make([]prometheus.Counter, len(headerStates)),
 	}
 	for i, state := range headerStates {

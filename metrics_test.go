@@ -263,6 +263,8 @@ func TestS12MetricNames(t *testing.T) {
 		"stint_deadline_headers_total{service,state}",
 		"stint_deadline_late_seconds{service}",
 		"stint_deadline_remaining_seconds{service}",
+		"stint_hedge_wins_total{peer}",
+		"stint_hedges_total{peer}",
 		"stint_refused_total{peer,reason,service}",
 		"stint_server_retries_total{service}",
 		"stint_transparent_resends_total{peer}",
@@ -290,8 +292,8 @@ func TestMetricsDescribe(t *testing.T) {
 		return descs
 	}
 	plain := describe(MetricsConfig{})
-	if len(plain) != 18 {
-		t.Errorf("%d descriptors, want 18", len(plain))
+	if len(plain) != 20 {
+		t.Errorf("%d descriptors, want 20", len(plain))
 	}
 	other := describe(MetricsConfig{NativeHistograms: true, Exemplar: func(context.Context) prometheus.Labels { return nil }})
 	if !slices.Equal(plain, other) {
@@ -622,7 +624,7 @@ func TestO34NilAndZero(t *testing.T) {
 // status code that its handlers answer, at most 502; proxies add 5. That is 4,391
 // for 129 peers, and for 65 services with the usual 16 codes each 4,160.
 const (
-	seriesPerPeer    = 35
+	seriesPerPeer    = 37
 	seriesPerService = 48
 	seriesOfProxies  = 5
 )
@@ -1089,6 +1091,74 @@ func TestMetricsAllocations(t *testing.T) {
 }
 
 // BenchmarkMetrics is what one request without a retry costs.
+// Collect sends all that the vectors hold, each once, and in the order in which a
+// registry wants it: of the families that have hundreds of series at any rate.
+func TestMetricsCollectInOrder(t *testing.T) {
+	m := mustMetrics(t, MetricsConfig{})
+	now := time.Now()
+	for _, name := range rand.Perm(maxPeerLabels + 3) { // and _other
+		clientScript(m.acquirePeer("host-"+strconv.Itoa(name)), now)
+	}
+	m.releasePeer(m.acquirePeer("host-5"))
+	for _, name := range []string{"b", "", "a"} {
+		s := m.service(name)
+		for _, code := range []int{200, 404, 599, 999, -1} {
+			s.answered(code)
+		}
+		s.refused(ReasonExpired)
+	}
+	for _, services := range []bool{true, false} {
+		if !services { // headers that a transport removed, and no service
+			m = mustMetrics(t, MetricsConfig{})
+			m.acquirePeer("p").badHeader(stateSyntax)
+		}
+		ours, theirs := make(chan prometheus.Metric, 1<<14), make(chan prometheus.Metric, 1<<14)
+		m.Collect(ours)
+		for _, c := range m.collectors {
+			c.Collect(theirs)
+		}
+		close(ours)
+		close(theirs)
+		missing := make(map[prometheus.Metric]bool)
+		for c := range theirs {
+			missing[c] = true
+		}
+		last := make(map[string]string) // by family, the labels of the latest
+		for c := range ours {
+			d, err := written(c.Write)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if d.Gauge != nil {
+				continue // no vector's
+			}
+			if !missing[c] {
+				t.Errorf("%v: sent twice, or of no vector", d)
+			}
+			delete(missing, c)
+			var labels string
+			for _, l := range d.Label {
+				labels += l.GetValue() + "\x00"
+			}
+			family := c.Desc().String()
+			if labels < last[family] && !strings.Contains(family, "stint_deadline_headers_total") {
+				t.Errorf("%q comes after %q in %s", labels, last[family], family)
+			}
+			last[family] = labels
+		}
+		for c := range missing {
+			t.Errorf("%v is not sent", c.Desc())
+		}
+	}
+}
+
+// written returns what a metric writes, whose type is in a module that is not a
+// direct dependency.
+func written[T any](write func(*T) error) (*T, error) {
+	v := new(T)
+	return v, write(v)
+}
+
 func BenchmarkMetrics(b *testing.B) {
 	client := func(ctx context.Context, p *peerMetrics, now time.Time) {
 		p.sent(now, 1)

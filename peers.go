@@ -27,6 +27,7 @@ type peer struct {
 	throttle *throttle // nil: Config.Throttle is off
 	latency  *classes
 	metrics  *peerMetrics
+	hedges   *hedgeWatch  // nil: Config.Hedge is off
 	held     atomic.Int32 // answers kept open by waiting retries
 
 	refusals ring[refusal] // the latest, for DebugHandler
@@ -121,6 +122,9 @@ func (t *peers) newPeer(name string) *peer {
 		metrics: t.cfg.Metrics.acquirePeer(name),
 	}
 	p.throttle = newThrottle(t.cfg.Throttle, p.budget)
+	if t.cfg.Hedge.on() {
+		p.hedges, p.budget.turns = new(hedgeWatch), new(turnLog)
+	}
 	p.inflight.Store(1)
 	return p
 }

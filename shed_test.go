@@ -142,12 +142,42 @@ func TestS24_RetryBudgetOfAHundredClients(t *testing.T) {
 				if told > refused || told < refused*9/10 {
 					t.Errorf("%d requests were told to stop, of %d that were refused", told, refused)
 				}
+				if tl.name == "down" || tl.name == "resetting" {
+					// Failures are no credit: what is left is the floor.
+					if n := between(log.retries, from+12*time.Second, to); n > 9 {
+						t.Errorf("%d retries get to the handler in the last %v of the outage, want the floor", n, to-from-12*time.Second)
+					}
+				}
 				if share, _ := log.succeeded(to+time.Second, lasts); share != 1 {
 					t.Errorf("afterwards %.3f of the requests succeed, want all", share)
 				}
 			})
 		})
 	}
+}
+
+// TestP2_ThreeHopsThatShed: the chain of P2, each hop of which also bounds what it
+// takes in.
+func TestP2_ThreeHopsThatShed(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		const from, to = 30 * time.Second, 60 * time.Second
+		outage := &timeline{name: "bottom down", phases: []phase{{lasts: from}, {lasts: to - from, fault: failing}}}
+		c := chain{server: MiddlewareConfig{Limit: LimitConfig{MaxConcurrent: 50, RetriesLast: true}, RetryBudget: &BudgetConfig{}}}
+		log := c.run(t, outage, 100, to+20*time.Second)
+		each := float64(between(log.sent, from, to)) / (100 * (to - from).Seconds())
+		n, _ := peak(log.sent)
+		t.Logf("%.3f attempts at the bottom per user request, peak %d", each, n)
+		wantUnderCeiling(t, outage, log, ceiling)
+		if each > 1.05 || each <= 1 {
+			t.Errorf("%.3f attempts at the bottom per user request, want more than 1 and at most 1.05", each)
+		}
+		for _, window := range [][2]time.Duration{{0, from}, {to + time.Second, to + 20*time.Second}} {
+			if share, _ := log.succeeded(window[0], window[1]); share != 1 {
+				t.Errorf("from %v to %v %.3f of the requests succeed, want all", window[0], window[1], share)
+			}
+		}
+	})
 }
 
 // TestS24_RetryBudgetStopsAtOnce: the answer to a retry that is beyond the share

@@ -415,10 +415,12 @@ func callNext(t *testing.T, client http.RoundTripper, url string) http.Handler {
 // A chain is edge → middle → bottom → store, the last of which is faulty. Each
 // of the first three has a handler and a client of its own.
 type chain struct {
-	attempts [3]int        // of edge, middle and bottom; 0: the default, 3
-	plain    bool          // plain attempts at each hop, no library
-	strip    string        // see inProcessHop
-	timeout  time.Duration // set by the edge; 0: 10 s
+	attempts [3]int           // of edge, middle and bottom; 0: the default, 3
+	plain    bool             // plain attempts at each hop, no library
+	strip    string           // see inProcessHop
+	timeout  time.Duration    // set by the edge; 0: 10 s
+	server   MiddlewareConfig // Limit and RetryBudget of all
+	config   Config           // of each client
 }
 
 // run sends rate requests a second to the edge. The log is that of the store;
@@ -434,7 +436,7 @@ func (c chain) run(t *testing.T, store faulty, rate float64, lasts time.Duration
 			base = &inProcessHop{handler: callNext(t, client, "http://"+hop.next+".test/")}
 			continue
 		}
-		mc := MiddlewareConfig{Service: hop.name}
+		mc := MiddlewareConfig{Service: hop.name, Limit: c.server.Limit, RetryBudget: c.server.RetryBudget}
 		if hop.name == "edge" {
 			mc.Timeout = c.timeout
 			if mc.Timeout == 0 {
@@ -445,7 +447,9 @@ func (c chain) run(t *testing.T, store faulty, rate float64, lasts time.Duration
 		if err != nil {
 			t.Fatal(err)
 		}
-		client := stormTransport(t, Config{MaxAttempts: attempts}, base, uint64(i))
+		config := c.config
+		config.MaxAttempts = attempts
+		client := stormTransport(t, config, base, uint64(i))
 		base = &inProcessHop{handler: m.Handler(callNext(t, client, "http://"+hop.next+".test/")), strip: c.strip}
 	}
 	requests := make([]stormRequest, int(lasts.Seconds()*rate))

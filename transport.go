@@ -62,6 +62,9 @@ type Config struct {
 	// Admission sets when a retry is held to be able to end in time.
 	Admission AdmissionConfig
 
+	// Hedge sets when a slow request gets a second attempt. Zero: never.
+	Hedge HedgeConfig
+
 	// RetryStatus says which statuses are worth a retry. nil: 408, 421, 425,
 	// 429, 502, 503 and 504. X-Should-Retry overrides it. Answers of the default
 	// set earn no retry credit even where RetryStatus does not retry them.
@@ -122,6 +125,13 @@ type Config struct {
 	// stint_transparent_resends_total. Off by default, as it costs allocations.
 	CountResends bool
 
+	// UsedUp is called inline, before RoundTrip returns, for each request that
+	// fails with a Reason other than canceled: its retries are used up, or it gets
+	// none. It is for putting the operation where it is tried again later; see
+	// [UsedUp].Repeatable for which may be. What it does holds up the caller.
+	// nil: none.
+	UsedUp func(context.Context, UsedUp)
+
 	// Hook is called inline for every Event of a request. nil: none.
 	Hook func(context.Context, Event)
 
@@ -173,6 +183,7 @@ func (c Config) check() error {
 	c.Budget.check(&errs, "Config.Budget")
 	c.Backoff.check(&errs)
 	c.Admission.check(&errs)
+	c.Hedge.check(&errs)
 	return errs.join()
 }
 

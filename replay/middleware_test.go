@@ -14,6 +14,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
 	"github.com/stinthttp/stint"
 	"github.com/stinthttp/stint/replay"
 )
@@ -207,12 +209,23 @@ func TestReplayOfAFailureIsNotRetried(t *testing.T) {
 	}
 }
 
-// A layer that hides that the writer below it flushes does not let a handler
-// get past what is held back.
+// hiding is a layer that has no methods of its own but leads to those below.
 type hiding struct{ http.ResponseWriter }
 
 func (h hiding) Unwrap() http.ResponseWriter { return h.ResponseWriter }
 
+// Of a writer that is neither of net/http's.
+func TestReplayWriterOfAnotherShape(t *testing.T) {
+	h := newMiddleware(t, replay.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if got := offers(w); strings.Join(got, " ") != "Flusher StringWriter" {
+			t.Errorf("offers %q, want what is below: Flusher and StringWriter", got)
+		}
+	}))
+	call(h, keyed("", "k"))
+}
+
+// A layer that hides that the writer below it flushes does not let a handler
+// get past what is held back.
 func TestReplayFlushBelowALayer(t *testing.T) {
 	h := newMiddleware(t, replay.Config{}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.WriteHeader(201)
@@ -297,10 +310,14 @@ func TestReplayLostToARunThatStillRuns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		store := &unrenewed{Store: replay.NewMemory(replay.MemoryConfig{})}
 		var outcomes []replay.Outcome
-		a := newMiddleware(t, replay.Config{Store: store, Lease: time.Second, MaxWait: -1, Hook: func(_ context.Context, e replay.Event) {
+		metrics, err := replay.NewMetrics(replay.MetricsConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		a := newMiddleware(t, replay.Config{Store: store, Metrics: metrics, Lease: time.Second, MaxWait: -1, Hook: func(_ context.Context, e replay.Event) {
 			outcomes = append(outcomes, e.Outcome)
 		}}).Handler(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			time.Sleep(10 * time.Second)
+			time.Sleep(10*time.Second + 50*time.Millisecond) // between two of the 113 renewals
 			w.Header().Set("X-Mine", "1")
 			io.WriteString(w, "of the first run")
 		}))
@@ -324,6 +341,15 @@ func TestReplayLostToARunThatStillRuns(t *testing.T) {
 		}
 		if len(outcomes) != 2 || outcomes[0] != replay.OutcomeLost || outcomes[1] != replay.OutcomeReplayed {
 			t.Errorf("outcomes %q, want lost and replayed", outcomes)
+		}
+		// The renewals have failed; that the key was lost is no failure.
+		want := "# HELP stint_replay_store_errors_total Calls of the store that failed.\n# TYPE stint_replay_store_errors_total counter\n"
+		for _, op := range []string{"begin 0", "finish 0", "release 0", "renew 113"} {
+			name, n, _ := strings.Cut(op, " ")
+			want += "stint_replay_store_errors_total{op=\"" + name + "\",service=\"\"} " + n + "\n"
+		}
+		if err := testutil.CollectAndCompare(metrics, strings.NewReader(want), "stint_replay_store_errors_total"); err != nil {
+			t.Error(err)
 		}
 	})
 }

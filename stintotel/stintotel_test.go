@@ -366,6 +366,22 @@ func TestInvalid(t *testing.T) {
 	}
 }
 
+// TestShed is a retry that is refused.
+func TestShed(t *testing.T) {
+	b := newBackend(t)
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{RetryBudget: &stint.BudgetConfig{MinPerSecond: -1}, Hook: stintotel.Hook})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := otelhttp.NewHandler(middleware.Handler(http.NotFoundHandler()), "orders", b.options("client")...)
+	r := httptest.NewRequest(http.MethodGet, "/", nil)
+	r.Header.Set(stint.HeaderRetryCount, "1")
+	h.ServeHTTP(httptest.NewRecorder(), r)
+	if refused := b.traces(1)[0].events(stintotel.EventRefused); len(refused) != 1 || text(refused[0], stintotel.ReasonKey) != string(stint.ReasonRetries) {
+		t.Errorf("events %v", refused)
+	}
+}
+
 // TestOneSpan is the other order: otelhttp outside. The one span tells of the
 // attempts below it.
 func TestOneSpan(t *testing.T) {

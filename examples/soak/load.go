@@ -76,7 +76,11 @@ func newLane(c config, h2 bool, rnd *rand.Rand, found *findings) (*lane, error) 
 		rt = c.wrap(rt)
 	}
 	l.client = &http.Client{Transport: rt}
-	l.peer, err = newPeer(h2, rnd, l.records, l.watch, found)
+	skews := c.skews
+	if skews == nil {
+		skews = allSkews
+	}
+	l.peer, err = newPeer(h2, skews, rnd, l.records, l.watch, found)
 	return l, err
 }
 
@@ -181,6 +185,7 @@ func (l *lane) request(rnd *rand.Rand) {
 		want = content(id)
 	}
 	switch {
+	case resp.Header.Get(stint.HeaderDeadlineExpired) != "" && strings.HasPrefix(string(got), "deadline exceeded: "):
 	case resp.StatusCode == 200 && !bytes.Equal(got, want):
 		l.found.add("%s %d: the answer has %d bytes and is not the %d that it should be", method, id, len(got), len(want))
 	case resp.StatusCode != 200 && string(got) != apology(id) && string(got) != strings.Repeat(apology(id), 2000):
@@ -241,6 +246,7 @@ func (l *lane) report(out io.Writer) {
 	fmt.Fprintf(out, "          %d answers compared, %d cut, %d left unread, %d errors; %d connections killed\n",
 		l.answers.Load(), l.cut.Load(), l.abandoned.Load(), l.errors.Load(), l.peer.kills.Load())
 	fmt.Fprintf(out, "          the peer's faults: %s\n", strings.Join(did, ", "))
+	fmt.Fprintf(out, "          its clock was stepped %d times; being ahead, it refused %d requests that were in time\n", l.peer.steps.Load(), l.peer.refused.Load())
 }
 
 // records counts how often each request arrived. One is forgotten some time

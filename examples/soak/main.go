@@ -6,7 +6,8 @@
 //	go run ./examples/soak -for 10m -seed 7
 //
 // The peers kill connections, stall, answer in bursts of 503, trickle their
-// answers, send half of them, and reset. The clients have random deadlines, leave
+// answers, send half of them, and reset; and their clocks are stepped, by up to an
+// hour. The clients have random deadlines, leave
 // at random, and read answers in whole, in half or not at all. It needs nothing
 // but Go, opens a bounded number of connections, and exits with 1, and a line for
 // each, if something did not hold.
@@ -52,7 +53,8 @@ type config struct {
 
 	// wrap stands between the load and stint: a test breaks it, to see the
 	// checks fail.
-	wrap func(http.RoundTripper) http.RoundTripper
+	wrap  func(http.RoundTripper) http.RoundTripper
+	skews []time.Duration // nil: all
 }
 
 func main() {

@@ -50,6 +50,10 @@ type peer struct {
 	arrivals [faults]atomic.Int64
 	kills    atomic.Int64
 	overdue  atomic.Int64 // by how much a request came after its deadline, at worst
+	skews    []time.Duration
+	ahead    atomic.Int64 // by how much the host's clock is ahead, a time.Duration
+	steps    atomic.Int64 // of that clock
+	refused  atomic.Int64 // requests refused because of it
 
 	mu    sync.Mutex
 	rnd   *rand.Rand            // guarded by mu
@@ -57,17 +61,21 @@ type peer struct {
 	phase fault                 // guarded by mu: what happens most at the moment
 }
 
-func newPeer(h2 bool, rnd *rand.Rand, r *records, w *budgetWatch, found *findings) (*peer, error) {
+func newPeer(h2 bool, skews []time.Duration, rnd *rand.Rand, r *records, w *budgetWatch, found *findings) (*peer, error) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
-	p := &peer{url: "http://" + l.Addr().String(), rnd: rnd, records: r, watch: w, found: found, conns: make(map[net.Conn]struct{})}
+	p := &peer{url: "http://" + l.Addr().String(), skews: skews, rnd: rnd, records: r, watch: w, found: found, conns: make(map[net.Conn]struct{})}
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(!h2)
 	protocols.SetUnencryptedHTTP2(h2)
+	middleware, err := stint.NewMiddleware(stint.MiddlewareConfig{Service: "soak"})
+	if err != nil {
+		return nil, err
+	}
 	p.server = &http.Server{
-		Handler: p, Protocols: protocols,
+		Handler: p.clocked(middleware.Handler(http.HandlerFunc(p.serve))), Protocols: protocols,
 		ErrorLog: log.New(io.Discard, "", 0), // about clients that leave
 		ConnState: func(c net.Conn, state http.ConnState) {
 			p.mu.Lock()
@@ -84,7 +92,49 @@ func newPeer(h2 bool, rnd *rand.Rand, r *records, w *budgetWatch, found *finding
 	return p, nil
 }
 
-// breakThings kills connections and changes what goes wrong, until ctx ends.
+// allSkews are the clocks that a peer's host may have, relative to the clients'.
+var allSkews = []time.Duration{0, 0, 50 * time.Millisecond, -50 * time.Millisecond, 30 * time.Second, -30 * time.Second, time.Hour, -time.Hour}
+
+// gross is from where on stint takes a clock for broken, and not for a little off.
+const gross = 60 * time.Second
+
+// clocked serves as a host whose clock is off would: to such a one, a deadline
+// looks that much nearer or further. Only a clock that is ahead by less than what
+// shows that it is broken may make it refuse what is in time.
+func (p *peer) clocked(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		now := time.Now()
+		id, err := strconv.ParseUint(r.Header.Get(headerID), 10, 64)
+		if err != nil {
+			p.found.add("a request without its number: %v", r.Header)
+			return
+		}
+		p.arrived(r, id, now)
+		ahead := time.Duration(p.ahead.Load())
+		ms, err := strconv.ParseInt(r.Header.Get(stint.HeaderDeadline), 10, 64)
+		if err == nil {
+			r.Header.Set(stint.HeaderDeadline, strconv.FormatInt(ms-ahead.Milliseconds(), 10))
+		}
+		next.ServeHTTP(w, r)
+		if err != nil || w.Header().Get(stint.HeaderDeadlineExpired) == "" {
+			return
+		}
+		early := time.Until(time.UnixMilli(ms))
+		if left, err := strconv.Atoi(r.Header.Get(stint.HeaderTimeout)); err == nil {
+			early = min(early, time.Until(now.Add(time.Duration(left)*time.Millisecond)))
+		}
+		switch {
+		case early <= time.Millisecond:
+		case ahead > 0 && ahead < gross:
+			p.refused.Add(1)
+		default:
+			p.found.add("%s %d was refused with %v left, by a host whose clock is ahead by %v", r.Method, id, early, ahead)
+		}
+	})
+}
+
+// breakThings kills connections, steps the clock, and changes what goes wrong,
+// until ctx ends.
 func (p *peer) breakThings(ctx context.Context) {
 	next := time.Now()
 	for ctx.Err() == nil {
@@ -100,6 +150,9 @@ func (p *peer) breakThings(ctx context.Context) {
 			// Half of the time all is well.
 			p.phase = max(0, fault(p.rnd.IntN(2*int(faults)))-faults)
 			next = time.Now().Add(time.Duration(100+p.rnd.IntN(400)) * time.Millisecond)
+			if skew := int64(p.skews[p.rnd.IntN(len(p.skews))]); p.ahead.Swap(skew) != skew {
+				p.steps.Add(1)
+			}
 		}
 		p.mu.Unlock()
 		if victim != nil {
@@ -130,14 +183,8 @@ func (p *peer) choose() (f fault, variant int) {
 	return faultNone, variant
 }
 
-func (p *peer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	now := time.Now()
-	id, err := strconv.ParseUint(r.Header.Get(headerID), 10, 64)
-	if err != nil {
-		p.found.add("a request without its number: %v", r.Header)
-		return
-	}
-	p.arrived(r, id, now)
+func (p *peer) serve(w http.ResponseWriter, r *http.Request) {
+	id, _ := strconv.ParseUint(r.Header.Get(headerID), 10, 64) // clocked has checked it
 	f, variant := p.choose()
 	p.arrivals[f].Add(1)
 	switch f {

@@ -5,6 +5,8 @@ import (
 	"context"
 	"io"
 	"net/http"
+	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -33,6 +35,9 @@ func TestSoakStopped(t *testing.T) {
 	}
 }
 
+// kept is what a broken client never lets go of.
+var kept []byte
+
 type roundTripper func(*http.Request) (*http.Response, error)
 
 func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
@@ -50,9 +55,10 @@ func TestSoakFindsWhatIsBroken(t *testing.T) {
 		return out
 	}
 	for _, tt := range []struct {
-		name string
-		want string
-		wrap func(http.RoundTripper) http.RoundTripper
+		name  string
+		want  string
+		wrap  func(http.RoundTripper) http.RoundTripper
+		skews []time.Duration
 	}{
 		{"repeats everything", "are allowed", func(rt http.RoundTripper) http.RoundTripper {
 			return roundTripper(func(r *http.Request) (*http.Response, error) {
@@ -62,7 +68,7 @@ func TestSoakFindsWhatIsBroken(t *testing.T) {
 				}
 				return resp, err
 			})
-		}},
+		}, nil},
 		{"no budget", "where the budget gives", func(rt http.RoundTripper) http.RoundTripper {
 			return roundTripper(func(r *http.Request) (*http.Response, error) {
 				// As if stint had sent it four times.
@@ -78,7 +84,7 @@ func TestSoakFindsWhatIsBroken(t *testing.T) {
 				}
 				return resp, err
 			})
-		}},
+		}, nil},
 		{"no deadline", "after its deadline", func(rt http.RoundTripper) http.RoundTripper {
 			return roundTripper(func(r *http.Request) (*http.Response, error) {
 				out := again(r)
@@ -88,7 +94,7 @@ func TestSoakFindsWhatIsBroken(t *testing.T) {
 				}
 				return rt.RoundTrip(r)
 			})
-		}},
+		}, nil},
 		{"loses the end of a body", "is not the", func(rt http.RoundTripper) http.RoundTripper {
 			return roundTripper(func(r *http.Request) (*http.Response, error) {
 				resp, err := rt.RoundTrip(r)
@@ -100,7 +106,7 @@ func TestSoakFindsWhatIsBroken(t *testing.T) {
 				}
 				return resp, err
 			})
-		}},
+		}, nil},
 		{"loses the end of a request", "checksum", func(rt http.RoundTripper) http.RoundTripper {
 			return roundTripper(func(r *http.Request) (*http.Response, error) {
 				if r.ContentLength >= 0 {
@@ -114,7 +120,41 @@ func TestSoakFindsWhatIsBroken(t *testing.T) {
 				out.GetBody = nil
 				return rt.RoundTrip(out)
 			})
-		}},
+		}, nil},
+		{"does not say how much time is left", "by a host whose clock", func(rt http.RoundTripper) http.RoundTripper {
+			return roundTripper(func(r *http.Request) (*http.Response, error) {
+				out := again(r)
+				out.Header.Set(stint.HeaderDeadline, strconv.FormatInt(time.Now().Add(time.Second).UnixMilli(), 10))
+				return http.DefaultTransport.RoundTrip(out)
+			})
+		}, []time.Duration{time.Hour}},
+		{"leaks file descriptors", "file descriptors were open", func(rt http.RoundTripper) http.RoundTripper {
+			var once sync.Once
+			return roundTripper(func(r *http.Request) (*http.Response, error) {
+				once.Do(func() {
+					for range 10 {
+						if f, err := os.Open(os.DevNull); err == nil {
+							t.Cleanup(func() { f.Close() })
+						}
+					}
+				})
+				return rt.RoundTrip(r)
+			})
+		}, nil},
+		{"keeps memory", "the heap grew", func(rt http.RoundTripper) http.RoundTripper {
+			begun := time.Now()
+			var mu sync.Mutex
+			t.Cleanup(func() { kept = nil })
+			return roundTripper(func(r *http.Request) (*http.Response, error) {
+				mu.Lock()
+				// The check measures first when a quarter of the second is over.
+				if kept == nil && time.Since(begun) > 600*time.Millisecond {
+					kept = make([]byte, heapSlack+8<<20)
+				}
+				mu.Unlock()
+				return rt.RoundTrip(r)
+			})
+		}, nil},
 		{"leaks goroutines", "goroutines were there", func(rt http.RoundTripper) http.RoundTripper {
 			var once sync.Once
 			return roundTripper(func(r *http.Request) (*http.Response, error) {
@@ -125,11 +165,11 @@ func TestSoakFindsWhatIsBroken(t *testing.T) {
 				})
 				return rt.RoundTrip(r)
 			})
-		}},
+		}, nil},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Cleanup(http.DefaultTransport.(*http.Transport).CloseIdleConnections)
-			err := soak(t.Context(), config{duration: time.Second, grace: time.Second, seed: 3, workers: 4, wrap: tt.wrap}, io.Discard)
+			err := soak(t.Context(), config{duration: time.Second, grace: time.Second, seed: 3, workers: 4, wrap: tt.wrap, skews: tt.skews}, io.Discard)
 			if err == nil || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("got %v, want a line with %q", err, tt.want)
 			}

@@ -75,11 +75,13 @@ func (p plainRetries) Do(req *http.Request) (*http.Response, error) {
 // guarded puts stint between the tiers: defaults everywhere, and a deadline at
 // the edge. One set of metrics serves all tiers: labels tell them apart.
 type guarded struct {
+	config    stint.Config // of every caller; zero: the defaults
 	metrics   *stint.Metrics
 	debugEcho func(*http.Request) bool // of every tier
 	clients   int                      // the ledger is so many callers of the database, each of its share
 	capped    bool                     // the database holds all their retries to one budget
 	limited   bool                     // the database has a Limit
+	hedged    bool                     // the ledger hedges; in one layer, or hedges would multiply
 	halves    *[len(tiers)]halves
 }
 
@@ -128,12 +130,15 @@ func (m *manyCallers) CloseIdleConnections() {
 }
 
 func (g guarded) client(peer string) (caller, error) {
-	transport, err := stint.NewTransport(stint.Config{
-		// By default a peer is called by its host and port. The ports here are
-		// new each time, and metrics read better with names.
-		Peer:    func(*http.Request) string { return peer },
-		Metrics: g.metrics,
-	})
+	config := g.config
+	// By default a peer is called by its host and port. The ports here are new each
+	// time, and metrics read better with names.
+	config.Peer = func(*http.Request) string { return peer }
+	config.Metrics = g.metrics
+	if g.hedged && peer == tiers[bottom] {
+		config.Hedge = stint.HedgeConfig{Quantile: 0.95}
+	}
+	transport, err := stint.NewTransport(config)
 	if err != nil {
 		return nil, err
 	}

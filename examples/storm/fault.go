@@ -20,9 +20,10 @@ const (
 	faultFlap    faultKind = "flap"
 	faultStall   faultKind = "stall"
 	faultPartial faultKind = "partial"
+	faultTail    faultKind = "tail"
 )
 
-var faultKinds = []faultKind{faultNone, faultOutage, faultSlow, faultFlap, faultStall, faultPartial}
+var faultKinds = []faultKind{faultNone, faultOutage, faultSlow, faultFlap, faultStall, faultPartial, faultTail}
 
 // faultTexts says what each does, as the end of a sentence.
 var faultTexts = map[faultKind]string{
@@ -32,6 +33,7 @@ var faultTexts = map[faultKind]string{
 	faultFlap:    "a second of outage, a second of health, in turn",
 	faultStall:   "nothing is answered, and the work piles up",
 	faultPartial: "every other answer is a 503",
+	faultTail:    "one answer in 33 comes 400 ms late",
 }
 
 func parseFault(s string) (faultKind, error) {
@@ -45,6 +47,8 @@ func parseFault(s string) (faultKind, error) {
 
 const (
 	slowness   = 2 * time.Second
+	tailEvery  = 33
+	tailDelay  = 400 * time.Millisecond
 	flapPeriod = time.Second
 	queueMax   = 5000 // work waiting at the database; what comes on top is a 503
 )
@@ -123,6 +127,9 @@ func (d *database) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return // nobody waits any more, but the work stays in the queue
 	}
 	if kind == faultSlow && !pause(r.Context(), slowness) {
+		return
+	}
+	if kind == faultTail && d.calls.Add(1)%tailEvery == 0 && !pause(r.Context(), tailDelay) {
 		return
 	}
 	fmt.Fprintln(w, "a row of the database")

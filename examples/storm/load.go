@@ -63,6 +63,7 @@ func (l *load) run(ctx context.Context, length time.Duration) {
 		users.Go(func() {
 			defer func() { <-free }()
 			u.ok = l.ask(ctx, client, u.cohort)
+			u.took = time.Since(start) - u.sent
 			l.record.answered(u)
 		})
 	}

@@ -6,7 +6,9 @@
 //	go run ./examples/storm
 //	go run ./examples/storm -fault stall
 //	go run ./examples/storm -fault stall -limit
+//	go run ./examples/storm -fault tail -hedge
 //	go run ./examples/storm -clients 100
+//	go run ./examples/storm -fault stall -throttle -headroom 1.1 -after 45s
 //	go run ./examples/storm -serve
 //
 // It prints a table, writes the curves of both runs to storm.html, and exits
@@ -32,9 +34,6 @@ import (
 	"github.com/stinthttp/stint"
 )
 
-// headroom is what the database can take, as a multiple of what users ask.
-const headroom = 2.5
-
 // serveRPS is the light load under which -serve keeps the chain.
 const serveRPS = 10
 
@@ -47,11 +46,17 @@ type config struct {
 	addr              string
 	clients           int
 	limit             bool
+	throttle          bool
+	hedge             bool
+	headroom          float64 // what the database can take, as a multiple of what users ask
 }
 
 // serverSide reports whether the runs to compare are two with stint, without and
 // with what the database does for itself.
 func (c config) serverSide() bool { return c.limit || c.clients > 1 }
+
+// bothStint reports whether the runs to compare are two with stint.
+func (c config) bothStint() bool { return c.serverSide() || c.throttle || c.hedge }
 
 const unguardedName = "unguarded"
 
@@ -64,11 +69,18 @@ func (c config) guards() (names [2]string, guards [2]guard, err error) {
 	g.clients = c.clients
 	with := g
 	with.limited, with.capped = c.limit, c.clients > 1
-	if !c.serverSide() {
+	with.config.Throttle, with.hedged = c.throttle, c.hedge
+	if !c.bothStint() {
 		return [2]string{unguardedName, "with stint"}, [2]guard{unguarded{}, with}, nil
 	}
 	name := "with Limit"
 	switch {
+	case c.throttle && c.serverSide(), c.hedge && (c.throttle || c.serverSide()):
+		name = "with all"
+	case c.hedge:
+		name = "with Hedge"
+	case c.throttle:
+		name = "with Throttle"
 	case c.limit && c.clients > 1:
 		name = "with both"
 	case c.clients > 1:
@@ -121,6 +133,9 @@ func parse(args []string) (config, error) {
 	flags.StringVar(&c.out, "out", "storm.html", "where to write the chart")
 	flags.BoolVar(&c.serve, "serve", false, "afterwards keep the chain with stint up, with /metrics, until Ctrl-C")
 	flags.StringVar(&c.addr, "addr", "127.0.0.1:8080", "the edge's address under -serve, on the loopback interface")
+	flags.BoolVar(&c.throttle, "throttle", false, "compare stint without and with Config.Throttle; see it in a stall, with -headroom 1.1 -after 45s")
+	flags.BoolVar(&c.hedge, "hedge", false, "compare stint without and with Config.Hedge in the ledger; see it with -fault tail")
+	flags.Float64Var(&c.headroom, "headroom", 2.5, "what the database can take, as a multiple of -rps, 1.05 to 10")
 	flags.BoolVar(&c.limit, "limit", false, "compare stint without and with a Limit at the database; see it in a stall")
 	flags.IntVar(&c.clients, "clients", 1, "how many callers of the database the requests are spread over, 1 to 500; above 1,\ncompare stint without and with a RetryBudget at the database; see it in an outage")
 	if err := flags.Parse(args); err != nil {
@@ -138,6 +153,9 @@ func parse(args []string) (config, error) {
 	}
 	if c.clients < 1 || c.clients > 500 {
 		return bad("-clients %d: must be 1 to 500", c.clients)
+	}
+	if !(c.headroom >= 1.05 && c.headroom <= 10) {
+		return bad("-headroom %v: must be 1.05 to 10", c.headroom)
 	}
 	for _, d := range []struct {
 		name string
@@ -201,7 +219,7 @@ func run(ctx context.Context, c config, out io.Writer) error {
 // storm makes one run: a chain, its users, and the fault in the middle.
 func storm(ctx context.Context, c config, name string, g guard, out io.Writer) (summary, error) {
 	rec := newRecord()
-	chain, err := startChain(chainConfig{guard: g, capacity: headroom * float64(c.rps), record: rec, inside: c.serverSide()})
+	chain, err := startChain(chainConfig{guard: g, capacity: c.headroom * float64(c.rps), record: rec, inside: c.serverSide()})
 	if err != nil {
 		return summary{}, err
 	}
@@ -274,7 +292,7 @@ func serve(ctx context.Context, c config, edge net.Listener, out io.Writer) erro
 	hop := &switchedHop{guarded: g}
 	chain, err := startChain(chainConfig{
 		guard:    hop,
-		capacity: headroom * float64(c.rps),
+		capacity: c.headroom * float64(c.rps),
 		edge:     edge,
 		outside: func(d *database, edge http.Handler) http.Handler {
 			mux := http.NewServeMux()

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"math"
 	"net/http"
 	"slices"
 	"sync"
@@ -37,6 +38,7 @@ type record struct {
 // A user is one request as its sender saw it. Times count from the start.
 type user struct {
 	sent   time.Duration
+	took   time.Duration
 	ok     bool
 	cohort bool
 }
@@ -139,9 +141,11 @@ type summary struct {
 	retryPeak     int                 // the most of them in any one second, however it is placed
 	recovery      time.Duration       // from the end of the fault; negative: not seen
 	late          time.Duration
-	refused       int   // at the bottom, before its handler; only where that is asked for
-	attempts      []int // at the bottom, per second
-	successes     []int // of users, per second
+	refused       int           // at the bottom, before its handler; only where that is asked for
+	attempts      []int         // at the bottom, per second
+	successes     []int         // of users, per second
+	waits         []int         // in which 99 % of the users of each second were answered, in milliseconds
+	p95, p99      time.Duration // the same, of the cohort
 }
 
 // summarise is for a run that has ended: mended is when its fault was taken
@@ -158,7 +162,15 @@ func (r *record) summarise(name string, mended, length time.Duration) summary {
 		late:      r.late,
 	}
 	cohort := 0
+	var tooks []time.Duration
+	bySecond := make([][]time.Duration, length/time.Second)
 	for _, u := range r.users {
+		if i := int(u.sent / time.Second); i < len(bySecond) {
+			bySecond[i] = append(bySecond[i], u.took)
+		}
+		if u.cohort {
+			tooks = append(tooks, u.took)
+		}
 		if !u.ok {
 			s.failed++
 		}
@@ -176,11 +188,22 @@ func (r *record) summarise(name string, mended, length time.Duration) summary {
 	for _, n := range r.arrived[bottom] {
 		s.refused -= n
 	}
+	s.p95, s.p99 = quantile(tooks, 0.95), quantile(tooks, 0.99)
 	for i := range int(length / time.Second) {
+		s.waits = append(s.waits, int(quantile(bySecond[i], 0.99).Milliseconds()))
 		s.attempts = append(s.attempts, at(r.arrived[bottom], i))
 		s.successes = append(s.successes, at(r.good, i))
 	}
 	return s
+}
+
+// quantile returns the shortest time in which a share q of them was over.
+func quantile(times []time.Duration, q float64) time.Duration {
+	if len(times) == 0 {
+		return 0
+	}
+	sorted := slices.Sorted(slices.Values(times))
+	return sorted[max(0, int(math.Ceil(q*float64(len(sorted))))-1)]
 }
 
 // mostWithin returns the largest number of instants in any half-open window.

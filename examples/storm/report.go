@@ -48,6 +48,11 @@ func (r *report) rows() []row {
 	if r.c.serverSide() {
 		rows = append(rows, both("refused in front of the database's handler", func(s summary) string { return thousands(s.refused) }))
 	}
+	if r.c.hedge {
+		rows = append(rows,
+			both("95 % of user requests, in the fault, within", func(s summary) string { return millis(s.p95) }),
+			both("99 % of them", func(s summary) string { return millis(s.p99) }))
+	}
 	return append(rows,
 		both("most requests at the database in a second", func(s summary) string { return thousands(s.peak) }),
 		both("most marked retries in a second", func(s summary) string {
@@ -138,7 +143,7 @@ func (r *report) checks() []check {
 	if r.c.fault == faultOutage {
 		plain, stinted := r.plain.amplification[bottom], r.stinted.amplification[bottom]
 		most := 1 + float64(perSecond)/float64(r.c.rps)
-		if !r.c.serverSide() {
+		if !r.c.bothStint() {
 			add(plain >= plainLeast, "unguarded: %.2f attempts at the database per user request in the outage (expected 27, at least %d)", plain, plainLeast)
 			if checks[0].verdict == broken && r.late() > busyFrom {
 				checks[0].verdict = unclear // this one is no promise of ours
@@ -212,8 +217,16 @@ func (r *report) page() pageData {
 	}
 	how := "Unguarded, each service makes up to three attempts; with stint, retries have a budget, a deadline and one layer."
 	gets := "Requests that arrive at the database in each second, first attempts and retries."
-	if r.c.serverSide() {
+	if r.c.bothStint() {
 		how = "Both runs are with stint."
+	}
+	if r.c.throttle {
+		how += " With Throttle, first attempts are held back as well while most of them fail."
+	}
+	if r.c.hedge {
+		how += " With Hedge, the ledger sends a second attempt where the first runs longer than 95 % do."
+	}
+	if r.c.serverSide() {
 		if r.c.clients > 1 {
 			how += fmt.Sprintf(" The ledger is %d callers of the database, each with a budget of its own; with a cap, the database holds the retries of all to one.", r.c.clients)
 		}
@@ -222,6 +235,19 @@ func (r *report) page() pageData {
 		}
 		gets = "Requests that the database's handler gets in each second, first attempts and retries. What its middleware refuses is not in it."
 	}
+	charts := []figure{
+		draw("attempts", "What the database gets", "requests/s",
+			gets,
+			true, func(s summary) []int { return s.attempts }),
+		draw("successes", "What users get", "successes/s",
+			"User requests answered 200 in each second.",
+			false, func(s summary) []int { return s.successes }),
+	}
+	if r.c.hedge {
+		charts = append(charts, draw("waits", "How long users wait", "ms",
+			"The time in which 99 % of the requests of each second are answered.",
+			false, func(s summary) []int { return s.waits }))
+	}
 	return pageData{
 		Fault: r.c.fault, FaultText: faultTexts[r.c.fault], RPS: r.c.rps, Hold: seconds(r.c.hold),
 		Plain: r.plain.name, Stint: r.stinted.name,
@@ -229,15 +255,8 @@ func (r *report) page() pageData {
 		StintTimes: fmt.Sprintf("%.2f", r.stinted.amplification[bottom]),
 		Recoveries: r.recoveries(),
 		How:        how,
-		Charts: []figure{
-			draw("attempts", "What the database gets", "requests/s",
-				gets,
-				true, func(s summary) []int { return s.attempts }),
-			draw("successes", "What users get", "successes/s",
-				"User requests answered 200 in each second.",
-				false, func(s summary) []int { return s.successes }),
-		},
-		Rows: r.rows(),
+		Charts:     charts,
+		Rows:       r.rows(),
 	}
 }
 
@@ -401,5 +420,7 @@ func thousands(n int) string {
 	}
 	return s
 }
+
+func millis(d time.Duration) string { return thousands(int(d.Milliseconds())) + " ms" }
 
 func seconds(d time.Duration) string { return strconv.FormatFloat(d.Seconds(), 'f', -1, 64) + " s" }

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
 )
 
 // TestStorm makes both runs over real sockets, short and light. What the budget
@@ -24,7 +26,8 @@ func TestStorm(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "storm.html")
 	var out bytes.Buffer
 	c := config{
-		fault: faultOutage, rps: 50, out: path,
+		headroom: 2.5,
+		fault:    faultOutage, rps: 50, out: path,
 		warm: time.Second, hold: 1300 * time.Millisecond, after: time.Second,
 	}
 	plain, err := storm(t.Context(), c, "unguarded", unguarded{}, &out)
@@ -305,7 +308,7 @@ func TestRecovery(t *testing.T) {
 
 func TestParse(t *testing.T) {
 	for _, bad := range []string{
-		"-fault fire", "-fault none", "-rps 0", "-rps 501", "-clients 0", "-clients 501", "-hold 0s", "-after 2m", "-addr :8080", "-addr 192.0.2.1:80", "-addr nonsense", "now",
+		"-fault fire", "-fault none", "-headroom 1", "-headroom NaN", "-rps 0", "-rps 501", "-clients 0", "-clients 501", "-hold 0s", "-after 2m", "-addr :8080", "-addr 192.0.2.1:80", "-addr nonsense", "now",
 	} {
 		_, err := parse(strings.Fields(bad))
 		if !errors.As(err, new(usageError)) {
@@ -321,8 +324,118 @@ func TestParse(t *testing.T) {
 func TestInterrupted(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	c := config{fault: faultOutage, rps: 10, warm: time.Minute, hold: time.Minute, after: time.Minute}
+	c := config{headroom: 2.5, fault: faultOutage, rps: 10, warm: time.Minute, hold: time.Minute, after: time.Minute}
 	if _, err := storm(ctx, c, "unguarded", unguarded{}, io.Discard); err == nil {
 		t.Error("an interrupted run has a result")
+	}
+}
+
+// TestThrottle compares stint with itself: the database gets less of the outage.
+func TestThrottle(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes ten seconds")
+	}
+	c := config{
+		headroom: 2.5, throttle: true,
+		fault: faultOutage, rps: 50, out: filepath.Join(t.TempDir(), "storm.html"),
+		warm: time.Second, hold: 3 * time.Second, after: time.Second,
+	}
+	names, guards, err := c.guards()
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain, err := storm(t.Context(), c, names[0], guards[0], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	throttled, err := storm(t.Context(), c, names[1], guards[1], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := newReport(c, plain, throttled)
+	t.Logf("\n%s", r.table())
+	if plain.name != "with stint" || throttled.name != "with Throttle" {
+		t.Errorf("the runs are %q and %q", plain.name, throttled.name)
+	}
+	if p, s := plain.amplification[bottom], throttled.amplification[bottom]; s >= p || s > 0.9 {
+		t.Errorf("%.2f attempts at the database per user request with Throttle, %.2f without, want fewer", s, p)
+	}
+	var out bytes.Buffer
+	if err := r.printChecks(&out); err != nil || strings.Contains(out.String(), "unguarded") {
+		t.Errorf("%v\n%s", err, &out)
+	}
+	if err := r.writeHTML(c.out); err != nil {
+		t.Fatal(err)
+	}
+	html, err := os.ReadFile(c.out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"with stint", "with Throttle", "held back as well"} {
+		if !strings.Contains(string(html), want) {
+			t.Errorf("no %q on the page", want)
+		}
+	}
+	if strings.Contains(string(html), "nguarded") {
+		t.Error("the page speaks of a chain that did not run")
+	}
+}
+
+// S23 in real time: where a few answers are late, a hedge in the ledger takes the
+// wait from the users, for few attempts more.
+func TestHedge(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes some seconds")
+	}
+	c := config{fault: faultTail, rps: 200, warm: 3 * time.Second, hold: 3 * time.Second, after: time.Second, headroom: 2.5, clients: 1, hedge: true}
+	names, guards, err := c.guards()
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain, err := storm(t.Context(), c, names[0], guards[0], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hedged, err := storm(t.Context(), c, names[1], guards[1], io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := newReport(c, plain, hedged)
+	t.Log("\n" + r.table())
+	if plain.name != "with stint" || hedged.name != "with Hedge" {
+		t.Errorf("the runs are %q and %q", plain.name, hedged.name)
+	}
+	if r.late() > busyFrom {
+		t.Skipf("the machine is busy: users came up to %v late", r.late())
+	}
+	// By how much the tail is cut depends on how busy the machine is: a hedge that
+	// comes for no reason takes the budget of one that is needed.
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(guards[1].(guarded).metrics)
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	won := 0.0
+	for _, f := range families {
+		if f.GetName() == "stint_hedge_wins_total" {
+			for _, m := range f.GetMetric() {
+				won += m.GetCounter().GetValue()
+			}
+		}
+	}
+	if plain.p99 < tailDelay || won == 0 {
+		t.Errorf("99 %% of the users are answered within %v, and with hedges within %v; %.0f hedges won", plain.p99, hedged.p99, won)
+	}
+	if got := hedged.amplification[bottom]; got > 1.11 {
+		t.Errorf("%.2f attempts at the database per user request", got)
+	}
+	html := filepath.Join(t.TempDir(), "storm.html")
+	if err := r.writeHTML(html); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile(html)
+	if err != nil || !strings.Contains(string(text), "How long users wait") || !strings.Contains(string(text), "99 % of them") {
+		t.Errorf("the page lacks the chart or the row: %v", err)
 	}
 }

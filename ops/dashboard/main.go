@@ -147,10 +147,12 @@ var rows = []row{
 	{"Load and outcome", []panel{
 		{
 			title: "Attempts sent", unit: perSecond,
-			about: "Retries included, and the retries alone.",
+			about: "Retries included; the retries alone; of these the hedges, and those that answered first. Hedges that hardly ever win are sent too early.",
 			queries: []query{
 				{byPeer, `sum by (job, peer) (rate(http_client_requests_total{job=~"$job", peer=~"$peer"}[$__rate_interval]))`},
 				{byPeer + " retries", `sum by (job, peer) (rate(stint_client_retries_total{job=~"$job", peer=~"$peer"}[$__rate_interval]))`},
+				{byPeer + " hedges", `sum by (job, peer) (rate(stint_hedges_total{job=~"$job", peer=~"$peer"}[$__rate_interval])) > 0`},
+				{byPeer + " hedges that won", `sum by (job, peer) (rate(stint_hedge_wins_total{job=~"$job", peer=~"$peer"}[$__rate_interval])) > 0`},
 			},
 		},
 		{

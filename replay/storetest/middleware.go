@@ -86,6 +86,7 @@ var middlewareCases = []struct {
 type fixture struct {
 	*testing.T
 	store *faultyStore
+	lets  []func() // see stuck
 
 	mu     sync.Mutex
 	events []replay.Event // guarded by mu
@@ -186,7 +187,12 @@ func (f *fixture) serve(h http.Handler) *httptest.Server {
 	s := httptest.NewUnstartedServer(h)
 	s.Config.ErrorLog = log.New(io.Discard, "", 0) // handlers panic on purpose
 	s.Start()
-	f.Cleanup(s.Close)
+	f.Cleanup(func() {
+		for _, let := range f.lets { // or Close would wait for them, where a case has failed
+			let()
+		}
+		s.Close()
+	})
 	return s
 }
 
@@ -358,7 +364,7 @@ func (f *fixture) stuck(h http.Handler) (handler http.Handler, there, let func()
 	in, out := make(chan struct{}, 100), make(chan struct{})
 	var once sync.Once
 	let = func() { once.Do(func() { close(out) }) }
-	f.Cleanup(let)
+	f.lets = append(f.lets, let)
 	handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		in <- struct{}{}
 		<-out
@@ -493,6 +499,17 @@ func s07(f *fixture) {
 	s := f.serve(h)
 	f.want(send(s, "POST", "/", "a b", "body"), 400, "*")
 	f.want(send(s, "POST", "/", "a b", strings.Repeat("x", 1<<20)), 400, "*")
+	// And where the client is slow to send it.
+	conn, err := net.Dial("tcp", s.Listener.Addr().String())
+	if err != nil {
+		f.Fatal(err)
+	}
+	defer conn.Close()
+	conn.SetDeadline(time.Now().Add(10 * time.Second))
+	fmt.Fprintf(conn, "POST / HTTP/1.1\r\nHost: x\r\nIdempotency-Key: a b\r\nContent-Length: 1000\r\n\r\nbeginning")
+	if line, err := bufio.NewReader(conn).ReadString('\n'); err != nil || !strings.Contains(line, " 400 ") {
+		f.Errorf("got %q, %v, want 400 before the body is there", line, err)
+	}
 	f.want(send(s, "POST", "/", newKey(), "body"), 201, "run 1")
 	f.want(send(s, "POST", "/", strings.Repeat("k", 231)+newKey(), "body"), 201, "run 2") // 255 bytes
 }
@@ -966,6 +983,7 @@ func s19(f *fixture) {
 	f.want(send(s, "POST", "/", key, big), 200, fmt.Sprint(size))
 	f.want(send(s, "POST", "/", key, big), 200, fmt.Sprint(size))
 	f.want(send(s, "POST", "/", key, big[1:]), 422, "*")
+	f.want(send(s, "POST", "/", key, big+"x"), 422, "*") // the same beginning
 	f.runs(&n, 1)
 	for _, length := range []int{0, 1, 64<<10 - 1, 64 << 10, 64<<10 + 1} {
 		f.want(send(s, "POST", "/", newKey(), big[:length]), 200, fmt.Sprint(length))
