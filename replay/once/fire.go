@@ -51,6 +51,7 @@ type Report struct {
 	Unannounced             int            // answers without the key, which say that they are not kept
 	Errors                  map[string]int // calls that ended without the answer, by kind
 	Untyped                 []string       // errors that are of no known type
+	Refused                 int            // writes of runs that had lost their key
 	TakenOver               int            // rows that a later run of the same key has written again (redis)
 	Killed, Crashed, Paused int            // server processes
 	AnswersCut, StoreCut    int64          // connections
@@ -128,11 +129,7 @@ func (f *fire) open(ctx context.Context) (err error) {
 	if f.pool, err = pgxpool.New(ctx, f.pg.URL()); err != nil {
 		return err
 	}
-	unique := ""
-	if f.Store == "redis" && !f.Naive {
-		unique = " PRIMARY KEY"
-	}
-	if _, err := f.pool.Exec(ctx, `CREATE TABLE effects (operation bigint`+unique+`, token text, fence bigint, runs bigint DEFAULT 1)`); err != nil {
+	if _, err := f.pool.Exec(ctx, schema(f.Store == "redis" && !f.Naive)); err != nil {
 		return err
 	}
 	const storeCutOne = 2000
@@ -178,6 +175,16 @@ func (f *fire) open(ctx context.Context) (err error) {
 		return ""
 	})
 	return err
+}
+
+// schema creates what the operations write to. With a fence, the operation is the key.
+func schema(fenced bool) string {
+	unique := ""
+	if fenced {
+		unique = " PRIMARY KEY"
+	}
+	return `CREATE TABLE effects (operation bigint` + unique + `, token text, fence bigint, runs bigint DEFAULT 1);
+		CREATE TABLE refused (operation bigint)`
 }
 
 func (f *fire) close() {
@@ -303,7 +310,7 @@ func (f *fire) breakServers(ctx context.Context) {
 		}
 		if s.signal(syscall.SIGSTOP) {
 			f.add(func(r *Report) { r.Paused++ })
-			sleep(ctx, lease*3/2)
+			sleep(ctx, 5*lease/2)
 			s.signal(syscall.SIGCONT)
 		}
 	}
@@ -354,7 +361,9 @@ func (f *fire) work(ctx context.Context) error {
 			tr, err := stint.NewTransport(stint.Config{
 				Base:    &http.Transport{},
 				Timeout: 10 * time.Second,
-				Keys:    stint.KeysHonoured,
+				// A server that is paused is given up in time for another one to take over.
+				AttemptTimeout: lease,
+				Keys:           stint.KeysHonoured,
 				// What is measured is not the budget.
 				Budget: stint.BudgetConfig{Ratio: 1, MinPerSecond: 1000, PeakFactor: 1000},
 			})
@@ -507,14 +516,11 @@ func kindOf(err error) string {
 
 // count holds the rows against the answers.
 func (f *fire) count(ctx context.Context) error {
-	rows, err := f.pool.Query(ctx, "SELECT operation, count(*), min(token), sum(runs - 1)::bigint FROM effects GROUP BY operation")
-	for range 20 { // the connections of before the kill
-		if err == nil {
-			break
-		}
-		time.Sleep(100 * time.Millisecond)
-		rows, err = f.pool.Query(ctx, "SELECT operation, count(*), min(token), sum(runs - 1)::bigint FROM effects GROUP BY operation")
+	f.pool.Reset() // the server was started again
+	if err := f.pool.QueryRow(ctx, "SELECT count(*) FROM refused").Scan(&f.report.Refused); err != nil {
+		return err
 	}
+	rows, err := f.pool.Query(ctx, "SELECT operation, count(*), min(token), sum(runs - 1)::bigint FROM effects GROUP BY operation")
 	if err != nil {
 		return err
 	}

@@ -66,6 +66,7 @@ func show(w io.Writer, store string, r *Report) {
 	fmt.Fprintf(w, "  answers that did not say that they are kept: %d\n", r.Unannounced)
 	fmt.Fprintf(w, "  processes: %d killed, %d killed themselves at the worst moment, %d paused beyond their lease\n", r.Killed, r.Crashed, r.Paused)
 	fmt.Fprintf(w, "  connections: %d answers cut, %d cut to the store; the store stood still %d times and was killed %d times\n", r.AnswersCut, r.StoreCut, r.Stalls, r.StoreKilled)
+	fmt.Fprintf(w, "  writes of runs that had lost their key, refused: %d\n", r.Refused)
 	if store == "redis" {
 		fmt.Fprintf(w, "  rows written again by a later run, under a greater fence: %d\n", r.TakenOver)
 	}

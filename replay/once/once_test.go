@@ -8,6 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/jackc/pgx/v5/pgxpool"
+
 	"github.com/stinthttp/stint/replay/internal/servers"
 )
 
@@ -59,6 +61,36 @@ func TestOnceNaive(t *testing.T) {
 		r := short(t, Options{Store: store, Naive: true})
 		if r.Rows <= r.Keys || r.Most < 2 || r.Err() == nil {
 			t.Errorf("%s: %d rows for %d keys: nothing has failed at the worst moment", store, r.Rows, r.Keys)
+		}
+	}
+}
+
+// A run that is over does not write over a later one's row.
+func TestOnceFenced(t *testing.T) {
+	pg, err := servers.StartPostgres("fsync=off")
+	servers.Need(t, err)
+	t.Cleanup(pg.Close)
+	pool, err := pgxpool.New(t.Context(), pg.URL())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(pool.Close)
+	if _, err := pool.Exec(t.Context(), schema(true)); err != nil {
+		t.Fatal(err)
+	}
+	o := &operation{pool: pool}
+	for _, tt := range []struct {
+		token string
+		fence int64
+		err   error
+		want  string
+	}{{"a", 5, nil, "a"}, {"b", 9, nil, "b"}, {"a", 5, errFenced, "b"}, {"b", 9, nil, "b"}, {"c", 10, nil, "c"}} {
+		if err := o.fenced(t.Context(), 1, tt.token, tt.fence); !errors.Is(err, tt.err) {
+			t.Errorf("%s under %d: got error %v, want %v", tt.token, tt.fence, err, tt.err)
+		}
+		var token string
+		if err := pool.QueryRow(t.Context(), "SELECT token FROM effects").Scan(&token); err != nil || token != tt.want {
+			t.Errorf("after %s under %d: the row has %q, %v, want %q", tt.token, tt.fence, token, err, tt.want)
 		}
 	}
 }

@@ -124,14 +124,18 @@ func (o *operation) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	token := uuid.NewString()
-	time.Sleep(rand.N(20 * time.Millisecond))
+	time.Sleep(rand.N(50 * time.Millisecond))
+	// A run that has lost its key or its client is told to stop. This one does not listen:
+	// it could have been in the middle of its write when it was paused.
+	ctx := context.WithoutCancel(r.Context())
 	switch {
 	case o.Naive:
-		err = o.plain(r.Context(), n, token)
+		err = o.plain(ctx, n, token)
 	case o.records != nil:
-		err = o.inTransaction(r.Context(), n, token)
+		err = o.inTransaction(ctx, n, token)
 	default:
-		err = o.fenced(r.Context(), n, token)
+		fence, _ := replay.Fence(ctx)
+		err = o.fenced(ctx, n, token, fence)
 	}
 	if err != nil {
 		// Whether it was done is for the record to say, or for the fence.
@@ -160,6 +164,12 @@ func (o *operation) inTransaction(ctx context.Context, n int, token string) erro
 			return err
 		}
 		if err := o.records.FinishTx(ctx, tx, http.StatusCreated, nil, []byte(token)); err != nil {
+			if errors.Is(err, replay.ErrLost) {
+				// For the report.
+				if _, err := o.pool.Exec(ctx, "INSERT INTO refused VALUES ($1)", n); err != nil {
+					return err
+				}
+			}
 			return err
 		}
 		if o.CrashOne > 0 && rand.Int64N(o.CrashOne) == 0 {
@@ -171,11 +181,7 @@ func (o *operation) inTransaction(ctx context.Context, n int, token string) erro
 
 // fenced makes the effect one that can be repeated, and not by a run that is over: of
 // the runs of one operation the last one's row remains.
-func (o *operation) fenced(ctx context.Context, n int, token string) error {
-	fence, ok := replay.Fence(ctx)
-	if !ok {
-		return errors.New("no fence")
-	}
+func (o *operation) fenced(ctx context.Context, n int, token string, fence int64) error {
 	tag, err := o.pool.Exec(ctx, `
 		INSERT INTO effects AS e (operation, token, fence) VALUES ($1, $2, $3)
 		ON CONFLICT (operation) DO UPDATE SET token = $2, fence = $3, runs = e.runs + 1 WHERE e.fence <= $3`, n, token, fence)
@@ -183,6 +189,10 @@ func (o *operation) fenced(ctx context.Context, n int, token string) error {
 		return err
 	}
 	if tag.RowsAffected() == 0 {
+		// For the report.
+		if _, err := o.pool.Exec(ctx, "INSERT INTO refused VALUES ($1)", n); err != nil {
+			return err
+		}
 		return errFenced
 	}
 	return nil

@@ -202,7 +202,8 @@ var ErrNoRun = errors.New("pgstore: the context is not that of a request with a 
 //
 // The answer that is stored is the one that is sent, whatever the handler writes
 // after the commit: so it need not write anything. header is what it sets, nil for
-// nothing.
+// nothing; body may be longer than [replay.Config].MaxAnswer. status is final whatever
+// it is, from 200 on.
 //
 // [replay.ErrLost] says that the run no longer holds the key: another one has taken
 // it over, or has done it already. Roll back, and return without an answer or with
@@ -211,6 +212,9 @@ var ErrNoRun = errors.New("pgstore: the context is not that of a request with a 
 func (s *Store) FinishTx(ctx context.Context, tx pgx.Tx, status int, header http.Header, body []byte) error {
 	if err := s.enter(ctx); err != nil {
 		return err
+	}
+	if status < 200 || status > 999 {
+		return &stint.ConfigError{Field: "pgstore.FinishTx: status", Value: status, Reason: "must lie in [200, 999]"}
 	}
 	run, ok := replay.Running(ctx)
 	if !ok {

@@ -318,6 +318,9 @@ func TestPostgresConfig(t *testing.T) {
 		t.Errorf("got error %v, want a ConfigError", err)
 	}
 	for _, s := range []*pgstore.Store{nil, {}} {
+		if !s.Shared() {
+			t.Error("it is not shared")
+		}
 		_, begin := s.Begin(ctx, random32(), random32(), time.Minute, time.Hour)
 		_, sweep := s.Sweep(ctx, 1)
 		for what, err := range map[string]error{

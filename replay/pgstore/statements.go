@@ -11,7 +11,7 @@ var schema string
 // handler which has finished it and is about to commit.
 const beginSQL = `
 INSERT INTO stint_replay (key, print, fence, lease_end, expires_at)
-SELECT $1, $2, nextval('stint_replay_fence'),
+SELECT $1::bytea, $2::bytea, nextval('stint_replay_fence'),
 	clock_timestamp() + $3::bigint * interval '1 microsecond',
 	clock_timestamp() + $4::bigint * interval '1 microsecond'
 WHERE NOT EXISTS (SELECT FROM stint_replay WHERE key = $1)

@@ -3,6 +3,7 @@ package pgstore_test
 import (
 	"testing"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/stinthttp/stint/replay"
@@ -51,15 +52,17 @@ func open(t testing.TB, pool *pgxpool.Pool) *pgstore.Store {
 	return s
 }
 
-// The tests that every store must pass, at the default isolation level and at the
-// strictest one.
+// The tests that every store must pass: at the default isolation level and at the
+// strictest one, and without prepared statements, as behind a pooler.
 func TestPostgresConformance(t *testing.T) {
 	s := start(t)
-	for _, level := range []string{"read committed", "serializable"} {
-		t.Run(level, func(t *testing.T) {
-			store := open(t, connect(t, s.URL(), func(c *pgxpool.Config) {
-				c.ConnConfig.RuntimeParams["default_transaction_isolation"] = level
-			}))
+	for name, change := range map[string]func(*pgxpool.Config){
+		"default":         nil,
+		"serializable":    func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams["default_transaction_isolation"] = "serializable" },
+		"simple protocol": func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol },
+	} {
+		t.Run(name, func(t *testing.T) {
+			store := open(t, connect(t, s.URL(), change))
 			storetest.Run(t, func(t *testing.T) replay.Store { return store })
 		})
 	}

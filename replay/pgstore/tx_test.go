@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/stinthttp/stint"
 	"github.com/stinthttp/stint/replay"
 	"github.com/stinthttp/stint/replay/pgstore"
 )
@@ -147,7 +148,9 @@ func TestPostgresS26_FinishTxUnderAnOldFence(t *testing.T) {
 					}
 					return o.store.FinishTx(r.Context(), tx, 201, nil, []byte("order 1"))
 				})
-				lost(t, "FinishTx of a run that was paused", err)
+				if !errors.Is(err, replay.ErrLost) {
+					t.Errorf("FinishTx of a run that was paused: got error %v, want ErrLost", err)
+				}
 				return
 			}
 			o.ServeHTTP(w, r)
@@ -220,6 +223,22 @@ func (s spy) Begin(ctx context.Context, key, print [32]byte, lease, ttl time.Dur
 	default:
 	}
 	return s.Store.Begin(ctx, key, print, lease, ttl)
+}
+
+// What could not be read again is not committed.
+func TestPostgresFinishTxStatus(t *testing.T) {
+	o := openOrders(t)
+	h := middleware(t, o.store, nil).Handler(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		for _, status := range []int{-1, 0, 100, 199, 1000} {
+			bad := (*stint.ConfigError)(nil)
+			if err := o.store.FinishTx(r.Context(), nil, status, nil, nil); !errors.As(err, &bad) {
+				t.Errorf("status %d: got error %v, want a ConfigError", status, err)
+			}
+		}
+		w.Write([]byte("as usual"))
+	}))
+	answered(t, post(h, "a"), 200, "as usual", false)
+	answered(t, post(h, "a"), 200, "as usual", true)
 }
 
 func TestPostgresFinishTxWithoutARun(t *testing.T) {

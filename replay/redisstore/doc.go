@@ -19,5 +19,5 @@
 // writes carry the fence (see [replay.Fence]), or use package pgstore, which can
 // commit the effect and the record together.
 //
-// It needs Redis 5 or later, or Valkey; it is tested on Redis 7.0.
+// It needs Redis 5 or later, and is tested on 7.0.
 package redisstore

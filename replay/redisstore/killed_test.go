@@ -207,3 +207,46 @@ func TestRedisSplit(t *testing.T) {
 		}
 	}
 }
+
+// A sentinel promotes the replica, and the client finds it: whoever holds the key
+// still does.
+func TestRedisSentinel(t *testing.T) {
+	p := startPair(t)
+	sentinel, err := servers.StartSentinel(p.master.Addr())
+	servers.Need(t, err)
+	t.Cleanup(sentinel.Close)
+	for range 600 { // it asks the master who follows
+		if c := p.do(sentinel, "sentinel", "replicas", "main"); len(c.([]any)) == 1 {
+			break
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	client := redis.NewFailoverClient(&redis.FailoverOptions{MasterName: "main", SentinelAddrs: []string{sentinel.Addr()}})
+	t.Cleanup(func() { client.Close() })
+	store := open(t, client)
+	key, print := random32(), random32()
+	claim := want(t, store, replay.StateNew, key, print, time.Hour)
+	p.replicated()
+	p.master.Kill()
+
+	failed := 0
+	for end := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		short, cancel := context.WithTimeout(ctx, 250*time.Millisecond)
+		c, err := store.Begin(short, key, print, time.Minute, time.Hour)
+		cancel()
+		if err == nil {
+			if c.State != replay.StateBusy {
+				t.Fatalf("got %v, want busy", c.State)
+			}
+			break
+		}
+		if failed++; time.Now().After(end) {
+			t.Fatalf("nobody was promoted: %v", err)
+		}
+	}
+	if failed == 0 {
+		t.Error("Begin had no error while there was no master")
+	}
+	ok(t, "Finish", store.Finish(ctx, key, claim.Fence, []byte("x"), time.Hour))
+	want(t, store, replay.StateDone, key, print, time.Minute)
+}

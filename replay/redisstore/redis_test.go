@@ -56,13 +56,16 @@ func lost(t *testing.T, what string, err error) {
 }
 
 // A roundTrips counts what a client sends and waits for.
-type roundTrips struct{ n atomic.Int64 }
+type roundTrips struct{ n, text atomic.Int64 }
 
 func (r *roundTrips) DialHook(next redis.DialHook) redis.DialHook { return next }
 
 func (r *roundTrips) ProcessHook(next redis.ProcessHook) redis.ProcessHook {
 	return func(ctx context.Context, cmd redis.Cmder) error {
 		r.n.Add(1)
+		if cmd.Name() == "eval" { // with the script's text
+			r.text.Add(1)
+		}
 		return next(ctx, cmd)
 	}
 }
@@ -106,6 +109,9 @@ func TestRedisRoundTrips(t *testing.T) {
 		if n := trips.n.Load(); n < 1 || n > tt.most {
 			t.Errorf("%s: %d round trips, want at most %d", tt.what, n, tt.most)
 		}
+	}
+	if n := trips.text.Load(); n != 0 {
+		t.Errorf("a script was sent %d times more", n)
 	}
 }
 
@@ -373,6 +379,9 @@ func TestRedisConfig(t *testing.T) {
 		}
 	}
 
+	if !open(t, c).Shared() {
+		t.Error("it is not shared")
+	}
 	for _, s := range []*redisstore.Store{nil, {}} {
 		if _, err := s.Begin(ctx, random32(), random32(), time.Minute, time.Hour); err == nil || !strings.Contains(err.Error(), "redisstore.New") {
 			t.Errorf("got error %v, want one that names the constructor", err)

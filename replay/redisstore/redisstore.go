@@ -52,8 +52,8 @@ var _ replay.Store = (*Store)(nil)
 //
 // The time limits of package replay hold whatever the client's own are: a call
 // whose context ends returns at once, and leaves behind a goroutine that waits
-// for the client, at most for its ReadTimeout. With MaxRetries the client may
-// repeat a call.
+// for the client, at most for its DialTimeout or ReadTimeout. With MaxRetries the
+// client may repeat a call, which does no harm.
 //
 // The error joins one [*stint.ConfigError] for each argument that cannot be used.
 func New(client redis.Scripter, c Config) (*Store, error) {

@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"time"
 )
@@ -64,4 +65,33 @@ func (r *Redis) ping() error {
 func (r *Redis) Close() {
 	r.Kill()
 	os.RemoveAll(r.dir)
+}
+
+// StartSentinel starts a sentinel that promotes the replica of the master at addr, by
+// itself, when that has not answered for half a second. The master's name is "main".
+func StartSentinel(addr string) (*Redis, error) {
+	path, err := exec.LookPath("redis-server")
+	if err != nil {
+		return nil, &MissingError{"redis-server", "redis-server"}
+	}
+	dir, err := os.MkdirTemp("", "sentinel-*")
+	if err != nil {
+		return nil, err
+	}
+	r := &Redis{process{path: path, dir: dir}}
+	if r.port, err = freePort(); err == nil {
+		host, port, _ := net.SplitHostPort(addr)
+		conf := fmt.Sprintf("bind 127.0.0.1\nport %d\ndir %s\nsentinel monitor main %s %s 1\n"+
+			"sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 10000\n", r.port, dir, host, port)
+		file := filepath.Join(dir, "sentinel.conf") // which it writes to
+		if err = os.WriteFile(file, []byte(conf), 0o600); err == nil {
+			r.args, r.ready = []string{file, "--sentinel"}, r.ping
+			err = r.Start()
+		}
+	}
+	if err != nil {
+		r.Close()
+		return nil, err
+	}
+	return r, nil
 }
